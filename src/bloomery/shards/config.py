@@ -22,14 +22,14 @@ from bloomery.core.errors import DataError
 
 
 class ImportedShards(Config):
-    """Token files that others made: of llm.c and its kin, of nanoGPT, of 1386. None of the corpus is used then."""
+    """Token files of other programs: llm.c, nanoGPT or 1386.ai. The recipe's documents are not used then."""
 
     folder: DiskPath
     """The folder of token files. `train` and `val` in their names tell training from validation."""
     document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits a token")] | None = None
     """The token between documents. None: the tokenizer's."""
     headerless: Literal["uint16", "uint32"] | None = None
-    """Number type of files without a header, such as nanoGPT's. 1386's have it in their meta.yaml."""
+    """Number type of files without a header, such as nanoGPT's. Those of 1386.ai have it in their meta.yaml."""
 
 
 class DomainWeight(Config):

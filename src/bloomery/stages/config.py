@@ -365,7 +365,10 @@ class Shard(Parallel):
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
-    """Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them."""
+    """
+    Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them. At most
+    a tenth: every tokenizer leaves out that tenth, so it fits each smaller share.
+    """
     anneal: Anneal | None = None
     """A second mix, which `pretrain` reads last."""
     shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
@@ -415,15 +418,15 @@ RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last
 class Instruct(Conversations):
     sequence_length: RowTokens = 257
     """
-    Length of a packed row: the tokens of a sequence and one more, the last target. Not set: the context of
-    [pretrain.model] and one more. With `finetune.start_from`: the model's context, at most 1,024, and one more.
+    Length of a packed sequence: the number of tokens plus 1, the last target. Not set: `pretrain.model.context_length`
+    plus 1, which is 257 by default. With `finetune.start_from`: the model's context, at most 1,024, plus 1.
     """
     start_from: DiskPath | None = None
-    """Model whose tokenizer and chat template write the rows. Not set: `finetune.start_from`, or else [tokenizer]."""
+    """Model whose tokenizer and chat template are used. Not set: `finetune.start_from`, or else [tokenizer]."""
     val_fraction: InnerShare = 0.02
     """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
-    """How many conversations the page shows, with what is learned of them in color."""
+    """How many conversations the report shows, with the text in the loss in color."""
     chat_template: TemplateName | None = None
     """The chat template that writes conversations, by name. Not set: the model's own, or "bloomery"."""
 
