@@ -19,7 +19,7 @@ BUDGET = {
     "model": 3_480,
     "weights": 5_530,
     "train": 7_500,
-    "generate": 270,
+    "generate": 780,
     "evaluation": 4_760,
     "serve": 1_440,
     "stages": 5_490,

@@ -9,6 +9,7 @@ import pytest
 from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.generate import decoder
+from bloomery.generate import engine as engine_module
 from bloomery.generate.decoder import GROUP, LIBRARY, Decoder, Pages, pack
 from bloomery.generate.engine import Engine
 from bloomery.model import quantize
@@ -171,6 +172,30 @@ def test_int4_is_as_near_as_its_sixteen_steps_allow(spread: float) -> None:
     # Half a step, and the rounding of the offset to bfloat16.
     allowed = (0.51 * step + 2.0**-8 * groups.amin(2).abs() + 2.0**-7 * 15 * step).repeat_interleave(GROUP, 1)[:, :200]
     assert ((dense - weight).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_engine_with_packed_weights_says_what_the_model_says(name: str) -> None:
+    model = lively(KINDS[name])
+    packed, plain = (Engine(model, VOCAB_SIZE, pack=pack) for pack in (True, False))
+    assert packed.decoder is not None
+    assert plain.decoder is None
+    asked = [random_ids(1, length, length)[0].tolist() for length in (3, 40, 12, 79, 3)]
+    often = frozenset(range(0, VOCAB_SIZE, 9))
+    for sampling in (SamplingConfig.greedy(20), SamplingConfig(max_tokens=20, temperature=0.8, top_p=0.9, seed=3)):
+        ours, theirs = (engine.generate_batch(asked, sampling, stop_ids=often) for engine in (packed, plain))
+        assert ours == theirs
+        for prompt, completion in zip(asked, ours, strict=True):
+            streamed = list(packed.stream(prompt, sampling, stop_ids=often))
+            assert streamed[: len(completion.ids)] == completion.ids
+
+
+def test_weights_that_leave_no_memory_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_module, "free_bytes", lambda host: 1000)
+    assert Engine(lively(KINDS["Llama"]), VOCAB_SIZE, pack=True).decoder is None
+    assert "Decoding without packed weights" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name", [name for name, config in CHOICES.items() if "differential" in name])

@@ -1,10 +1,14 @@
 """
 A model's weights, packed for decoding on the CPU, and steps over them by the compiled library.
 
-A step computes the next tokens of several sequences at once: one token of some, a part of a prompt of others. What a
-sequence gets does not depend on the other sequences, or on how its prompt was split: the bits are the same. Weights
-are read in the format that they are packed in (float32, bfloat16, int8 with a scale for each row, int4 with a factor
-and an offset for each group of 32, NF4 with a scale for each block of 64), and multiplied in float32.
+A step computes the next tokens of several sequences at once: one token of each, or a part of a prompt. The logits of a
+sequence do not depend on the other sequences, on the number of threads, or on how its prompt was split: their bits are
+the same. Weights are multiplied in float32 from the format that they are packed in:
+
+    float32, bfloat16
+    int8     a scale for each row
+    int4     a factor and an offset for each group of 32 numbers of a row
+    nf4      a scale for each block of 64
 
 Keys and values lie in pages of PAGE tokens, which sequences may share.
 
@@ -45,26 +49,29 @@ LARGE = 2**22
 """Bytes of weights from which several threads are faster than one."""
 
 
-class _Matrix(ctypes.Structure):
+class _NativeMatrix(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("format", "rows", "width")] + [
         (name, ctypes.c_void_p) for name in ("codes", "scales", "bias")
     ]
 
 
-class _Norm(ctypes.Structure):
+class _NativeNorm(ctypes.Structure):
     _fields_ = [("kind", ctypes.c_int64), ("gain", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
 
 
-class _Layer(ctypes.Structure):
+class _NativeLayer(ctypes.Structure):
     _fields_ = [
-        *((name, _Norm) for name in ("attention_norm", "attention_post", "mlp_norm", "mlp_post", "q_norm", "k_norm")),
-        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
+        *(
+            (name, _NativeNorm)
+            for name in ("attention_norm", "attention_post", "mlp_norm", "mlp_post", "q_norm", "k_norm")
+        ),
+        *((name, _NativeMatrix) for name in ("qkv", "out", "up", "down")),
         *((name, ctypes.c_int64) for name in ("window", "mlp", "gated")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
     ]
 
 
-class _Model(ctypes.Structure):
+class _NativeModel(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
@@ -73,13 +80,13 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("parallel", "cache_format")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("slopes", ctypes.c_void_p),
-        ("layer", ctypes.POINTER(_Layer)),
-        ("norm", _Norm),
-        ("logits", _Matrix),
+        ("layer", ctypes.POINTER(_NativeLayer)),
+        ("norm", _NativeNorm),
+        ("logits", _NativeMatrix),
     ]
 
 
-class _Step(ctypes.Structure):
+class _NativeStep(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")] + [
         (name, ctypes.c_void_p)
         for name in ("sequence", "position", "wanted", "pages", "keys", "values", "x", "logits", "hidden", "room")
@@ -97,8 +104,8 @@ class Packed:
     scales: Tensor | None = None
     bias: Tensor | None = None
 
-    def native(self) -> _Matrix:
-        return _Matrix(
+    def native(self) -> _NativeMatrix:
+        return _NativeMatrix(
             FORMATS.index(self.format), self.rows, self.width, *map(_at, (self.codes, self.scales, self.bias))
         )
 
@@ -234,13 +241,13 @@ class Decoder:
         is_float32 = format == "float32" or (format == "auto" and _is_float32(model))
         self.dtype = cache or (torch.float32 if is_float32 else torch.bfloat16)
         tables = {local: self._table(local) for local in (False, True)}
-        layers = (_Layer * config.num_layers)()
+        layers = (_NativeLayer * config.num_layers)()
         for number, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             layers[number] = self._layer(block, number, format, tables)
         head = pack(model.head_rows().detach(), _head_format(format, is_float32))
-        self.num_bytes = sum(part.num_bytes for part in self._kept if isinstance(part, Packed)) + head.num_bytes
-        self._model = _Model(
+        self.num_bytes = sum(packed.num_bytes for packed in self._kept if isinstance(packed, Packed)) + head.num_bytes
+        self._model = _NativeModel(
             width=config.hidden_size,
             layers=config.num_layers,
             heads=config.num_heads,
@@ -275,9 +282,9 @@ class Decoder:
         """
         return cls(model, format, cache) if _library() is not None and is_known(model) else None
 
-    def _keep(self, part: Packed) -> _Matrix:
-        self._kept.append(part)
-        return part.native()
+    def _keep(self, matrix: Packed) -> _NativeMatrix:
+        self._kept.append(matrix)
+        return matrix.native()
 
     def _address(self, tensor: Tensor | None) -> int | None:
         self._kept.append(tensor)
@@ -291,15 +298,15 @@ class Decoder:
         half = config.rotary_size // 2
         return cos[0, 0, :, :half].contiguous(), sin[0, 0, :, :half].contiguous()
 
-    def _norm(self, norm: nn.Module | None) -> _Norm:
+    def _norm(self, norm: nn.Module | None) -> _NativeNorm:
         match norm:
             case RMSNorm():
                 gain = norm.gain()
-                return _Norm(1, self._address(None if gain is None else gain.detach().float().contiguous()), None)
+                return _NativeNorm(1, self._address(None if gain is None else gain.detach().float().contiguous()), None)
             case LayerNorm():
-                return _Norm(2, self._address(_float(norm.weight)), self._address(_float(norm.bias)))
+                return _NativeNorm(2, self._address(_float(norm.weight)), self._address(_float(norm.bias)))
             case _:
-                return _Norm(0, None, None)
+                return _NativeNorm(0, None, None)
 
     def _layer(
         self,
@@ -307,12 +314,12 @@ class Decoder:
         number: int,
         format: PanelFormat | Literal["auto"],
         tables: dict[bool, tuple[Tensor, Tensor] | None],
-    ) -> _Layer:
+    ) -> _NativeLayer:
         config, attention, mlp = self.config, block.attention, block.mlp
         _, window, kind = config.layer(number)
         table = tables[config.rope_local_theta is not None and window != "full"] if config.rotates(number) else None
         up = [packed(mlp.gate, format), packed(mlp.up, format)] if kind in GATED else [packed(mlp.up, format)]
-        return _Layer(
+        return _NativeLayer(
             attention_norm=self._norm(block.attention_norm),
             attention_post=self._norm(block.attention_post_norm),
             mlp_norm=self._norm(block.mlp_norm),
@@ -337,10 +344,10 @@ class Decoder:
         position: Sequence[int],
         pages: Tensor,
         memory: Pages,
-        wanted: Sequence[int],
+        outputs: Sequence[int],
     ) -> Float[Tensor, "O V"]:
         """
-        Logits after the tokens `wanted` (indices into `ids`). The keys and values of all tokens go into their pages.
+        Logits after the tokens `outputs` (indices into `ids`). The keys and values of all tokens go into their pages.
 
         Token n is at `position[n]` of sequence `sequence[n]`, whose pages are row `sequence[n]` of `pages` (int32). All
         earlier positions of that sequence are in the pages, or are among the tokens of this step.
@@ -352,16 +359,16 @@ class Decoder:
         if config.scale_embeddings:
             x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype).float()
         threads = torch.get_num_threads() if self.num_bytes >= LARGE or N > 1 else 1
-        numbers = [torch.tensor(one, dtype=torch.int64) for one in (sequence, position, wanted)]
+        numbers = [torch.tensor(one, dtype=torch.int64) for one in (sequence, position, outputs)]
         longest = max(position) + 1
         library = native.library(LIBRARY)
         assert library is not None, "Decoder.of gives none without the library"
         sizes = (ctypes.c_int64(one) for one in (N, threads, longest))
         room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
         padded = -(-self.vocab_size // PANEL) * PANEL
-        logits = torch.empty(len(wanted), padded)
+        logits = torch.empty(len(outputs), padded)
         addresses = (*numbers, pages, memory.keys, memory.values, x.contiguous(), logits, None, room)
-        step = _Step(N, len(wanted), pages.shape[1], threads, *map(_at, addresses))
+        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *map(_at, addresses))
         library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
         return logits[:, : self.vocab_size]
 

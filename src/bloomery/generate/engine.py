@@ -202,9 +202,9 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def _rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "_PackedRows | _Rows":
+    def _rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "_PackedRows | _ModelRows":
         if self.decoder is None:
-            return _Rows(self.model, self.num_ids, prompts, rooms)
+            return _ModelRows(self.model, self.num_ids, prompts, rooms)
         return _PackedRows(self.decoder, self.num_ids, prompts, rooms)
 
     def _check(self, ids: Sequence[int]) -> None:
@@ -232,10 +232,10 @@ class _PackedRows:
         logits = torch.empty(len(self.prompts), self.num_ids)
         for row, prompt in enumerate(self.prompts):
             for begin in range(0, len(prompt), PROMPT_TOKENS):
-                part = prompt[begin : begin + PROMPT_TOKENS]
-                last = [len(part) - 1] if begin + len(part) == len(prompt) else []
-                positions = range(begin, begin + len(part))
-                some = self.decoder.step(part, [row] * len(part), positions, self.pages, self.memory, last)
+                ids = prompt[begin : begin + PROMPT_TOKENS]
+                last = [len(ids) - 1] if begin + len(ids) == len(prompt) else []
+                positions = range(begin, begin + len(ids))
+                some = self.decoder.step(ids, [row] * len(ids), positions, self.pages, self.memory, last)
                 if last:
                     logits[row] = some[0, : self.num_ids]
             self.lengths[row] = len(prompt)
@@ -252,7 +252,7 @@ class _PackedRows:
         return logits
 
 
-class _Rows:
+class _ModelRows:
     """Sequences that are decoded by the model itself. All are computed until the last has ended."""
 
     def __init__(
