@@ -450,7 +450,7 @@ class Finetune(Training, Adapters):
 
     @property
     def not_planned(self) -> str:
-        return "" if self.steps else "epochs become steps when [instruct] has packed its sequences: planned is one step"
+        return "" if self.steps else "the number of steps is known when [instruct] has packed its sequences"
 
     def of_length(self, num_samples: int, rows: int) -> Self:
         """

@@ -66,9 +66,13 @@ class PlanReport:
 
     @property
     def seconds(self) -> float | None:
-        """None where the choice does not fit, or no speed is known."""
+        """None where the choice does not fit, or no speed or number of steps is known."""
+        return self.step_seconds * self.ask.steps if self.step_seconds and self.ask.steps else None
+
+    @property
+    def step_seconds(self) -> float | None:
         rate = self.tokens_per_second if self.choice.fits else None
-        return self.ask.tokens / rate if rate else None
+        return self.ask.step_tokens / rate if rate else None
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
@@ -78,8 +82,10 @@ class PlanReport:
         hours = None if seconds is None else seconds / 3600
         return {
             "parameters": ask.what.parameters,
-            "tokens": ask.tokens,
-            "flops": flops,
+            "steps": ask.steps or None,
+            "steps_from": ask.steps_from,
+            "tokens": ask.tokens if ask.steps else None,
+            "flops": flops if ask.steps else None,
             **{f"{name}_bytes": size for name, size in self._sizes().items()},
             "kv_bytes": kv_bytes(ask.what.model),
             "peak_bytes": choice.peak_bytes,
@@ -95,6 +101,7 @@ class PlanReport:
             "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
             "speed_from": self._speed_from(choice),
             "seconds": _round(seconds),
+            "seconds_per_step": _round(self.step_seconds),
             "cost": None if hours is None or self.price.per_hour is None else round(hours * self.price.per_hour, 2),
             "kilowatt_hours": None
             if hours is None or self.price.watts is None
@@ -141,9 +148,10 @@ class PlanReport:
     def lines(self) -> list[str]:
         """As text."""
         ask, choice = self.ask, self.choice
-        facts = self.facts()
+        facts, each = self.facts(), "" if ask.steps else " a step"
+        flops = products_per_token(ask.what, choice.way) * ask.tokens
         lines = [
-            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens, {facts['flops']:.3g} FLOPs, "
+            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens{each}, {flops:.3g} FLOPs{each}, "
             f"on {self._target()}",
             f"  memory   {self._components()}",
             f"  choice   {describe(choice)}: {self.why}",
@@ -223,15 +231,18 @@ class PlanReport:
         return [f"  fix      none of this software's ways fits; a smaller model or context would{more}"]
 
     def _time(self) -> str:
-        if self.seconds is None or self.choice.pace is None:
+        if self.step_seconds is None or self.choice.pace is None:
             known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
             return f"unknown: no peak of {known} is known, and none is borrowed"
         share = f"matmuls at {self.target.share:.0%} of the {self.target.flops_from} peak"
         how = "steps of small models, timed here" if self.choice.pace.timed else share
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        text = f"{duration(self.seconds)} at about {rate:,.0f} tokens/s ({how}; "
+        whole = f"{self.step_seconds:,.2f} seconds a step" if self.seconds is None else duration(self.seconds)
+        text = f"{whole} at about {rate:,.0f} tokens/s ({how}; "
         text += f"{most:,.0f} if nothing else took time"
         text += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
+        if self.seconds is None:
+            return text
         hours = self.seconds / 3600
         if self.price.per_hour is not None:
             text += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
@@ -314,7 +325,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             reference=config.keeps_reference,
         ),
         rows_per_step=rows,
-        steps=config.steps or 1,
+        steps=config.steps,
+        steps_from="recipe" if config.steps else "unknown",
         way=TrainSetup(
             rows=min(explicit, -(-rows // target.devices)),
             activation_checkpointing=config.activation_checkpointing,

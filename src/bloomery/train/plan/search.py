@@ -19,7 +19,7 @@ know how they are connected.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from bloomery.model.config import cost
 from bloomery.train.config import AdamW8bit, Level
@@ -115,6 +115,7 @@ class PlanRequest:
     rows_per_step: int
     """Of the whole global batch."""
     steps: int
+    """0 where nothing tells how many there are."""
     way: TrainSetup
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
@@ -122,10 +123,17 @@ class PlanRequest:
     compiled: bool = False
     besides: str = ""
     """What the stage does that is in no number of the plan."""
+    steps_from: Literal["recipe", "packed", "estimated", "unknown"] = "recipe"
+    """What tells the number of steps: the recipe, packed sequences, or the size of the files of conversations."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.rows_per_step * self.what.model.context_length
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.rows_per_step * self.what.model.context_length
+        """Of all steps; of one step where their number is not known."""
+        return (self.steps or 1) * self.step_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
