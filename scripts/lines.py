@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 3_480,
     "weights": 5_530,
-    "train": 7_500,
+    "train": 7_700,
     "generate": 270,
     "evaluation": 4_760,
     "serve": 1_440,

@@ -333,6 +333,9 @@ def verdict(reports: Mapping[str, PlanReport]) -> list[str]:
         known = sum(one for one in seconds if one is not None)
         about = "time unknown" if None in seconds else f"about {plan_report.duration(known)}"
         return [f"It fits: {peak:.1f} of {usable:.1f} GiB, {about} on {target.name}."]
+    if not tight.fits_in_host and peak <= usable:
+        needed, there = sum(tight.host.values()) / GIB, (target.host_bytes or 0) / GIB
+        return [f"It does not fit: {tight.ask.stage} needs {needed:,.1f} GiB of the computer's own {there:,.1f} GiB."]
     parts = tight.choice.at_peak[1]
     largest = max(parts, key=lambda name: parts[name])
     says = [f"It does not fit: {tight.ask.stage} needs {peak:,.1f} GiB, and {usable:.1f} GiB are usable."]

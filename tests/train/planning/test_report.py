@@ -11,8 +11,9 @@ from bloomery.hw.device import listed_peak
 from bloomery.hw.distributed import World, ranks_here
 from bloomery.hw.specs import GIB
 from bloomery.model.config import ModelConfig
+from bloomery.stages.plan import verdict
 from bloomery.train.plan import here as plan_here
-from bloomery.train.plan import report
+from bloomery.train.plan import memory, report
 from bloomery.train.plan.here import decided, here, room, slower
 from bloomery.train.plan.memory import of_memory
 from bloomery.train.plan.report import PlanReport
@@ -207,3 +208,23 @@ def test_what_needs_more_than_linux_lends_a_gpu_says_which_setting_lends_it() ->
         assert made.choice.fits
         assert (made.choice.peak_bytes > 32 * GIB) == told
         assert any("32.00 GiB until ttm.pages_limit" in line for line in made.lines()) == told
+
+
+def test_a_plan_tells_the_memory_of_the_host_and_refuses_what_it_cannot_hold() -> None:
+    on_card = plan(GPT2, 50_257, card())
+    weights, file = 4 * on_card.ask.what.parameters, memory.FILE_BYTES
+    assert on_card.host == {"processes": memory.PROCESS_BYTES, "saving": 3 * weights + file}
+    assert on_card.facts()["host_memory_bytes"] is None
+    shared = replace(card(), host_bytes=GIB)
+    held = plan(GPT2, 50_257, shared)
+    assert held.choice.peak_bytes < shared.usable_bytes
+    assert not held.choice.fits
+    assert held.why == "does not fit into the computer's own memory"
+    assert "of the computer's own 1.0 GiB" in verdict({"pretrain": held})[0]
+    small = replace(card(), host_bytes=2 * GIB)
+    assert plan(GPT2, 50_257, small, optimizer={"kind": "adamw8bit"}).choice.fits
+    cpu = replace(room(replace(processor(), memory_bytes=64 * GIB)), precision="float32")
+    assert cpu.host_bytes == 64 * GIB
+    made = plan(GPT2, 50_257, cpu)
+    assert made.host["training"] == made.choice.peak_bytes, "which is the same memory"
+    assert made.host["saving"] == 3 * weights + file

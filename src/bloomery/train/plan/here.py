@@ -11,6 +11,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
+from bloomery.hw.host import Host, memory_bytes
 from bloomery.hw.launcher import cores
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Training
@@ -68,7 +69,12 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
         bandwidth=None,
         precision=_format(device.compute_dtype),
         processor=processor,
+        host_bytes=_host_bytes(device) if together == devices_wanted else None,  # else on several hosts
     )
+
+
+def _host_bytes(device: Device) -> int | None:
+    return memory_bytes(Host.here()) if device.torch_device.type != "cpu" else device.memory_bytes or None
 
 
 def decided(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> Training:

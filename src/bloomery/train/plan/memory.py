@@ -174,6 +174,8 @@ class Machine:
     """Whether it is one, and a run has other code, and no memory but the machine's."""
     shared: bool = False
     """Whether its memory is the host's too, as a CPU's is."""
+    host_bytes: int | None = None
+    """Memory of the host, which is the same where that is shared. None: nothing is known of the host."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
 
@@ -216,6 +218,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         precision=precision,
         peaks=entry.flops,
         shared=entry.shared,
+        host_bytes=size if entry.shared else None,
         lent_bytes=size // 2 if entry.gtt else None,
     )
 
@@ -364,7 +367,7 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
     num_shards = way.devices if way.sharded else 1
-    trained = facts.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
+    trained = trained_parameters(what, way)
     adapters = 0 if way.method == "full" else trained
     tokens = way.rows * what.model.context_length
     b = way.bytes_per_number
@@ -383,6 +386,54 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
         update=5 * BYTES * min(UPDATE_NUMBERS, trained) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
+
+
+PROCESS_BYTES = 330 * 2**20
+"""Of a process that has loaded torch and its libraries, before the first tensor; measured with torch 2.13 on a CPU."""
+FILE_BYTES = 256 * 2**20
+"""Of a save: as `weights.checkpoint.FILE_BYTES`, put together in memory."""
+HOST_SHARE = 0.95
+"""Of the memory of a host, that the processes of a run may use."""
+
+
+def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> dict[str, int]:
+    """
+    Bytes of the host's memory, by what takes them: processes, loading, training in the same memory, and saving.
+
+    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank. A save copies
+    trained weights and optimizer. Loading ends before the first save, so the larger of the two counts.
+    """
+    weights = loaded_bytes(what, way.method)
+    largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
+    loading = target.devices * (weights + largest)
+    copies = BYTES * trained_parameters(what, way) + remembered_bytes(what, way)
+    saving = copies + min(copies, FILE_BYTES)
+    process = {"processes": target.devices * PROCESS_BYTES}
+    if target.processor or target.shared:
+        training = target.devices * peak_bytes + saving
+        if training >= loading:
+            return process | {"training": target.devices * peak_bytes, "saving": saving}
+    return process | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+def fits(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:
+    """Whether a device holds the peak, and the host what it has to hold."""
+    host = target.host_bytes is None or in_host(what, way, target, peak_bytes)
+    return peak_bytes <= target.usable_bytes and host
+
+
+def in_host(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:
+    assert target.host_bytes is not None
+    return sum(host_needs(what, way, target, peak_bytes).values()) <= HOST_SHARE * target.host_bytes
+
+
+def loaded_bytes(what: Workload, method: Method) -> int:
+    """Of a model while it is read: all of its weights in float32."""
+    return BYTES * what.parameters
+
+
+def trained_parameters(what: Workload, way: TrainSetup) -> int:
+    return what.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
 
 
 def largest_matrix(model: ModelConfig) -> int:

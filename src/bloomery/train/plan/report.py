@@ -18,6 +18,8 @@ from bloomery.train.plan.memory import (
     TrainSetup,
     Workload,
     check_shard,
+    host_needs,
+    in_host,
     kv_bytes,
     remarks,
     rows_at_once,
@@ -97,6 +99,8 @@ class PlanReport:
             "memory_bytes": target.memory_bytes,
             "usable_bytes": target.usable_bytes,
             "fits": choice.fits,
+            "host_bytes": sum(self.host.values()),
+            "host_memory_bytes": target.host_bytes,
             "tokens_per_second": _round(self.tokens_per_second),
             "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
             "speed_from": self._speed_from(choice),
@@ -154,6 +158,7 @@ class PlanReport:
             f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens{each}, {flops:.3g} FLOPs{each}, "
             f"on {self._target()}",
             f"  memory   {self._components()}",
+            f"  host     {self._host()}",
             f"  choice   {describe(choice)}: {self.why}",
         ]
         if not choice.fits:
@@ -209,6 +214,21 @@ class PlanReport:
         count = several if target.devices > 1 else ""
         return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
 
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of the host's memory that the choice takes, by `HOST_PARTS`."""
+        return host_needs(self.ask.what, self.choice.way, self.target, self.choice.peak_bytes)
+
+    @property
+    def fits_in_host(self) -> bool:
+        choice = self.choice
+        return self.target.host_bytes is None or in_host(choice.what, choice.way, self.target, choice.peak_bytes)
+
+    def _host(self) -> str:
+        there = "" if self.target.host_bytes is None else f" of {_size(self.target.host_bytes)}"
+        breakdown = " + ".join(f"{HOST_PARTS[name]} {_size(size)}" for name, size in self.host.items())
+        return f"{_size(sum(self.host.values()))}{there} of the computer's own memory = {breakdown}"
+
     def _sizes(self) -> dict[str, int]:
         """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
         parts, reckoned = self.choice.at_peak[1], asdict(self.choice.needs)
@@ -263,6 +283,12 @@ PARTS = {
     "libraries": "libraries",
 }
 """Of the peak, as `planning.needs` tells them, and what libraries keep for themselves."""
+HOST_PARTS = {
+    "processes": "processes",
+    "loading": "loading the model",
+    "training": "training",
+    "saving": "copies of a save",
+}
 MOMENTS = {"loading": "while the model is made", "micro-batch": "in a micro-batch", "update": "in the update"}
 METHODS = {
     "full": "all weights",
@@ -384,6 +410,8 @@ def _as_fast(candidate: Candidate, faster: float) -> Candidate:
 
 def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
     if not choice.fits:
+        if choice.peak_bytes <= target.usable_bytes:
+            return "does not fit into the computer's own memory"
         floor = choice.needs.resting + choice.needs.gradients
         if floor > target.usable_bytes:
             return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"

@@ -37,6 +37,7 @@ from bloomery.train.plan.memory import (
     Workload,
     activation_bytes_per_token,
     adapter_parameters,
+    fits,
     needs,
 )
 
@@ -219,7 +220,7 @@ def option(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -
         what=what,
         needs=needed,
         peak_bytes=needed.peak,
-        fits=needed.peak <= target.usable_bytes,
+        fits=fits(what, way, target, needed.peak),
         pace=pace(what, way, target, ask.rows_per_step),
     )
 

@@ -54,7 +54,7 @@ from bloomery.train.config import Level, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
-from bloomery.train.plan.memory import Machine, Moment, TrainSetup
+from bloomery.train.plan.memory import Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.precision import Precision
 from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
@@ -554,7 +554,7 @@ def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
     moment, kept = traced.at_peak
     kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
     peak = sum(kept.values())
-    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
+    option = replace(option, peak_bytes=peak, fits=fits(option.what, option.way, target, peak), traced=(moment, kept))
     if target.flops_from != "measured" or option.pace is None or option.way.sharded:  # others are waited for there
         return option
     seconds = timed(what, _device(target))
