@@ -16,13 +16,13 @@ BUDGET = {
     "data": 13_240,
     "tokenizer": 3_060,
     "shards": 1_690,
-    "model": 3_480,
+    "model": 3_500,
     "weights": 5_530,
-    "train": 7_700,
+    "train": 7_800,
     "generate": 270,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_530,
+    "stages": 5_550,
 }
 
 

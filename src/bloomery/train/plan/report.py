@@ -10,7 +10,7 @@ from typing import Any
 
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
-from bloomery.train.config import Training
+from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
 from bloomery.train.plan.memory import (
     BASES,
@@ -32,6 +32,7 @@ from bloomery.train.plan.search import (
     alternatives,
     cheapest_change,
     devices_needed,
+    first_fitting,
     fitting,
     pace,
     products_per_token,
@@ -130,6 +131,7 @@ class PlanReport:
             "activation_checkpointing": way.activation_checkpointing,
             "precision": way.precision,
             "method": way.method,
+            "weight_dtype": way.weight_dtype,
             "sharded": way.sharded,
             "devices": way.devices,
             "optimizer": candidate.what.optimizer.kind,
@@ -197,9 +199,8 @@ class PlanReport:
         groups: dict[Any, list[Candidate]] = {}
         for candidate, missing in self.others:
             if not missing:
-                groups.setdefault((candidate.way.method, candidate.way.precision, candidate.way.sharded), []).append(
-                    candidate
-                )
+                way = candidate.way
+                groups.setdefault((way.method, way.precision, way.sharded, way.weight_dtype), []).append(candidate)
         shown = []
         for group in groups.values():
             fitting = [one for one in group if one.fits]
@@ -305,7 +306,7 @@ def _origin(candidate: Candidate) -> str:
 
 def describe(candidate: Candidate, *, rows: bool = True) -> str:
     way = candidate.way
-    method = METHODS[way.method]
+    method = METHODS[way.method] + (" in bfloat16" if way.weight_dtype == "bfloat16" else "")
     parts = [
         method,
         way.precision,
@@ -335,10 +336,11 @@ def duration(seconds: float) -> str:
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
     """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
-    precision = target.precision if config.precision == "auto" else config.precision
+    precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
     explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context_length)
     rows = rows_per_step(config, model.context_length)
     lora: Lora | None = getattr(config, "lora", None)
+    level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     sharded = check_shard(config, target.devices, adapters=lora is not None)
     return PlanRequest(
         stage=stage,
@@ -348,6 +350,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             optimizer=config.optimizer,
             processor=target.processor,
             lora=lora,
+            initialized=stage == "pretrain" and getattr(config, "start_from", None) is None,
             reference=config.keeps_reference,
         ),
         rows_per_step=rows,
@@ -355,15 +358,17 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
         steps_from="recipe" if config.steps else "unknown",
         way=TrainSetup(
             rows=min(explicit, -(-rows // target.devices)),
-            activation_checkpointing=config.activation_checkpointing,
+            activation_checkpointing=level,
             precision=precision,
             devices=target.devices,
             method="full" if lora is None else BASES[lora.base_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
             sharded=sharded,
+            weight_dtype=config.weight_dtype,
         ),
         available=frozenset(type(config).model_fields),
         compiled=config.compile != "off",
+        levels=LEVELS if config.activation_checkpointing == "auto" else (),
         besides=config.not_planned,
     )
 
@@ -372,7 +377,7 @@ def planned(
     ask: PlanRequest, config: Training, target: Machine, check: FitCheck | None = None, price: HourlyPrice | None = None
 ) -> PlanReport:
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
-    choice = fitting(ask, ask.what, ask.way, target, check)
+    choice = first_fitting(ask, lambda way: fitting(ask, ask.what, way, target, check))
     faster = _faster(choice, ask, target)
     ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target)]
     return PlanReport(
@@ -416,6 +421,8 @@ def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
         if floor > target.usable_bytes:
             return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
         return "does not fit: no room for activations next to weights and optimizer"
+    if ask.levels and choice.way.activation_checkpointing != "none":
+        return "recomputes as little as needed to fit"
     if ask.way.rows:
         return "as the recipe says, and it fits"
     batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))
