@@ -228,6 +228,22 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
         hf.load(folder)
 
 
+@pytest.mark.parametrize("number_format", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merging_weight_by_weight_exports_the_same_bytes_as_merging_the_whole_model(
+    tmp_path: Path, family: str, number_format: Any
+) -> None:
+    _, folder = adapted(tmp_path / "run", FAMILIES[family], Lora(rank=3, base_dtype="nf4"))
+    streamed = export.load(folder, "hf", number_format)
+    assert streamed.model.embed.weight.dtype == getattr(torch, number_format)
+    for name, loaded in (("whole", hf.load(folder)), ("streamed", streamed)):
+        export.write(loaded, tmp_path / name, "hf", number_format)
+    files = {path.name for path in (tmp_path / "whole").iterdir()} - {"README.md"}
+    assert "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 def test_adapters_are_exported_alone_with_their_words_and_the_path_of_their_base(tmp_path: Path) -> None:
     model, folder = adapted(tmp_path / "run", SHAPES[0], Lora(rank=3))
     written = export.write_adapters(folder, tmp_path / "out")
