@@ -2,12 +2,16 @@
 How much memory does it take to load a large model of others, in each number format?
 
     python benchmarks/load_large.py [--json] [--quick] [--formats bfloat16 int8 nf4] [--folder DIR] [--into FILE]
+    python benchmarks/load_large.py --shape llama-1b --formats late-nf4 base-nf4
 
 A folder is written as transformers saves it: the shape of Llama 3.1 8B, weights in bfloat16 that repeat one drawn
 block, four files with an index, and a tokenizer of 257 tokens. The folder takes 16 GB of disk and is removed after the
 measurement, unless --folder names it. A process of its own loads each format. One of its threads reads the kernel's
 count of its anonymous memory (RssAnon) every 10 ms. Pages of the files do not count: the kernel takes them back when
-it needs memory. --quick takes a shape of 60 million parameters.
+it needs memory. --quick takes a shape of 60 million parameters. --shape llama-1b takes that of TinyLlama.
+
+base-nf4 reads the frozen base of adapters, with tables in float32, and attaches adapters to it. late-nf4 first reads
+all of it in float32, as versions before did.
 """
 
 import argparse
@@ -34,7 +38,10 @@ LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads":
 LLAMA_8B |= {"intermediate_size": 14336, "vocab_size": 128256}
 QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
 QUICK |= {"intermediate_size": 1792, "vocab_size": 32000}
-FORMATS = ("bfloat16", "int8", "nf4")
+LLAMA_1B = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+LLAMA_1B |= {"intermediate_size": 5632, "vocab_size": 32000}
+BASES = ("bfloat16", "int8", "nf4")
+FORMATS = (*BASES, *(f"{when}-{base}" for base in BASES for when in ("late", "base")))
 FILES = 4
 BLOCK = 2**24
 """Numbers of the block that is repeated."""
@@ -44,18 +51,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=BASES)
+    parser.add_argument("--folder", type=Path, help="a folder, which is written if it is not there, or a GGUF file")
+    parser.add_argument("--shape", choices=("llama-8b", "llama-1b"), default="llama-8b")
     parser.add_argument("--into", type=Path)
     parser.add_argument("--one", choices=FORMATS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(loaded(options.folder, options.one)))
         return
-    shape = QUICK if options.quick else LLAMA_8B
+    shape = QUICK if options.quick else {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}[options.shape]
     with tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(made) / "model"
-        if not (folder / "config.json").exists():
+        if not folder.is_file() and not (folder / "config.json").exists():
             write(folder, shape)
         cases = [in_a_process(folder, dtype) for dtype in options.formats]
     result = {
@@ -142,7 +150,8 @@ def in_a_process(folder: Path, dtype: str) -> dict[str, Any]:
 
 def loaded(folder: Path, dtype: Any) -> dict[str, Any]:
     """Load a model here. Returns seconds, bytes of the model, and the peak of anonymous memory above what was there."""
-    from bloomery.model import quantize
+    from bloomery.model import lora, quantize
+    from bloomery.model.config import Lora
     from bloomery.weights import hf
 
     before, stop, peak = anonymous(), threading.Event(), [0]
@@ -154,7 +163,12 @@ def loaded(folder: Path, dtype: Any) -> dict[str, Any]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     start = time.perf_counter()
-    model = hf.load(folder, dtype=dtype).model
+    when, _, base = dtype.partition("-")
+    if base:
+        model = hf.load(folder, base=base if when == "base" else "float32").model
+        lora.attach(model, Lora(base_dtype=base), seed=0)
+    else:
+        model = hf.load(folder, dtype=dtype).model
     seconds = time.perf_counter() - start
     stop.set()
     watcher.join()

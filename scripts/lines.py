@@ -16,13 +16,13 @@ BUDGET = {
     "data": 13_240,
     "tokenizer": 3_060,
     "shards": 1_690,
-    "model": 3_480,
-    "weights": 5_530,
-    "train": 7_500,
+    "model": 3_500,
+    "weights": 5_540,
+    "train": 7_800,
     "generate": 780,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_490,
+    "stages": 5_550,
 }
 
 

@@ -713,7 +713,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
     from bloomery.weights import export as exports
-    from bloomery.weights import hf, locate
+    from bloomery.weights import locate
 
     path = locate.locate_model(options.model)
     if options.push is not None and options.format not in ("hf", "peft"):
@@ -722,7 +722,8 @@ def export(options: argparse.Namespace) -> int:
         written = exports.write_adapters(path, options.out)
     else:
         shard_bytes = int(options.shard_size * 10**9)
-        written = exports.write(hf.load(path), options.out, options.format, options.dtype, shard_bytes)
+        loaded = exports.load(path, options.format, options.dtype)
+        written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes)
     if options.push is not None:
         written["address"] = exports.push(options.out, options.push, public=options.public)
     if options.json:

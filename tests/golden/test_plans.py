@@ -1,11 +1,18 @@
 """Plans of runs that others have told about, against what they told."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
+from bloomery.core.config import build
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig
+from bloomery.stages.config import Finetune
+from bloomery.train.plan import report
 from bloomery.train.plan.memory import TrainSetup, Workload, needs, of_entry, of_memory
 from bloomery.train.plan.report import PlanReport
+from bloomery.train.plan.trace import check
 from tests.train.planning.made import card, plan
 
 PLASMA = ModelConfig(preset="plasma-500m")
@@ -126,3 +133,20 @@ def test_machines_of_128_gb_that_share_it_hold_seven_billion_weights_in_eight_bi
     assert made.change[1].needs.resting == pytest.approx((4 + 2) * made.ask.what.parameters, rel=0.02)
     whole = plan(PLASMA, 48_000, target, tokens=32_768)
     assert whole.choice.way.rows * 1024 == 32_768, "a whole step at once"
+
+
+@pytest.mark.slow
+def test_the_recipe_of_baichuan2_7b_needs_less_than_10_of_16_gib_by_a_trace_of_its_shape() -> None:
+    tree = tomllib.loads((Path(__file__).parents[2] / "recipes" / "baichuan2-7b-lora.toml").read_text())
+    config = build(Finetune, {name: value for name, value in tree["finetune"].items() if name != "start_from"})
+    context = tree["instruct"]["sequence_length"] - 1
+    shape = BAICHUAN.model_copy(update={"normalize_head": True, "context_length": context})
+    assert context == 512
+    assert (shape.hidden_size, shape.num_layers, shape.num_heads, shape.intermediate_size) == (4096, 32, 32, 11_008)
+    target = of_memory(16 * GIB)
+    made = report.planned(report.asked("finetune", config, shape, 125_696, target), config, target, check)
+    assert made.ask.what.parameters == 7_505_973_248
+    assert made.choice.traced
+    assert made.choice.fits
+    assert 8 * GIB < made.choice.peak_bytes < 10 * GIB
+    assert made.host["loading"] < 10 * GIB, "and not 28 GiB, as in float32"

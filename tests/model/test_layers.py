@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.model.layers import MLP, GatedMLP, LayerNorm, RMSNorm, build_mlp, norm
+from bloomery.model.layers import MLP, ROWS_AT_ONCE, GatedMLP, LayerNorm, NormalizedHead, RMSNorm, build_mlp, norm
 from tests.model.made import CHOICES
 
 import torch
@@ -85,3 +85,8 @@ def test_a_gated_feed_forward_is_its_formula(kind: Any, act: Callable[[Tensor], 
 def test_layers_take_their_feed_forward_in_turn() -> None:
     shape = CHOICES["no positions"]
     assert [build_mlp(shape, layer).act.__name__ for layer in range(3)] == ["relu_squared", "gelu", "relu_squared"]
+
+
+def test_rows_of_a_frozen_head_are_normalized_in_pieces_to_the_same_bits() -> None:
+    head = NormalizedHead(8, ROWS_AT_ONCE + 3, bias=False).requires_grad_(False)
+    assert torch.equal(head.rows(torch.bfloat16), head.rows().bfloat16())

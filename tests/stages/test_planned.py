@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.core import config, pipeline
+from bloomery.core.errors import ConfigError
 from bloomery.data.sources import http_client
+from bloomery.recipe import STAGES, Recipe
+from bloomery.stages import plan
+from bloomery.train.plan.report import PlanReport
 from tests.calling import Call
+from tests.stages.test_finetune import recipe_of
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
@@ -157,3 +163,42 @@ def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_i
         "plan", DEMO, *words[:-3], "--device", "rtx-4090", *words[-2:], 'prefer.pairs=[{kind="worlds"}]'
     )
     assert "note     the time of one forward pass over all rows" in out
+
+
+@pytest.mark.slow
+def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where_a_run_refuses_them(
+    tmp_path: Path,
+) -> None:
+    source = recipe_of(tmp_path / "theirs")
+    source.write_text(source.read_text().replace("steps = 3\nglobal", "epochs = 2\nglobal"))
+    wish = plan.Wish(device="rtx-4090")
+
+    def planned(*overrides: str) -> PlanReport:
+        recipe = config.load(Recipe, source, overrides)
+        return plan.report(STAGES, recipe, tmp_path / "run", wish)[1]["finetune"]
+
+    before = planned()
+    assert before.ask.steps_from == "estimated"
+    assert "sequences, estimated at 4 bytes a token" in " ".join(before.lines())
+    more = planned("instruct.sources=[{kind='worlds', count=600}]")
+    assert more.ask.steps == pytest.approx(10 * before.ask.steps, rel=0.15)
+    away = planned("instruct.sources=[{kind='preset', name='dolly'}]")
+    facts = away.facts()
+    assert [facts[name] for name in ("steps", "steps_from", "tokens", "seconds")] == [None, "unknown", None, None]
+    assert facts["seconds_per_step"] > 0
+    assert "seconds a step at about" in " ".join(away.lines())
+
+    recipe = config.load(Recipe, source)
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    pipeline.execute(plans, until="finetune")
+    after = planned("finetune.seed=1")
+    assert after.ask.steps_from == "packed"
+    folder = next(one.folder for one in plans if one.stage.name == "finetune")
+    assert after.ask.steps == pipeline.read_manifest(folder)["stats"]["steps"] > 1
+    late = "finetune.schedule={kind='linear', warmup_steps=1000}"
+    with pytest.raises(ConfigError, match="warmup_steps=1000 is more than steps") as refused:
+        planned(late)
+    plans = pipeline.plan_stages(STAGES, config.load(Recipe, source, [late]), tmp_path / "run")
+    with pytest.raises(ConfigError) as ran:
+        pipeline.execute(plans, until="finetune")
+    assert str(ran.value) == str(refused.value)

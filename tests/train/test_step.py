@@ -182,7 +182,7 @@ def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(
     optimizers = Optimizers(model, AdamW())
     applied: list[float] = []
 
-    def step(scale: float) -> None:
+    def step(scale: float, number: int) -> None:
         norms = [weight.grad.norm() for weight in model.parameters() if weight.grad is not None]
         applied.append(scale * float(torch.stack(norms).norm()))
 

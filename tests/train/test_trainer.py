@@ -405,8 +405,8 @@ def test_weights_that_an_optimizer_poisoned_are_never_saved_and_the_run_goes_bac
 ) -> None:
     whole, calls = Optimizers.step, list[int]()
 
-    def poisoned(self: Optimizers, scale: float) -> None:
-        whole(self, scale)
+    def poisoned(self: Optimizers, scale: float, number: int) -> None:
+        whole(self, scale, number)
         calls.append(1)
         if len(calls) == 7:
             with torch.no_grad():

@@ -222,7 +222,12 @@ def test_weights_are_written_in_several_files_with_an_index(tmp_path: Path, caps
 def test_a_file_that_is_streamed_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 5), "a": torch.randn(7)}
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    save_sharded(tmp_path, {name: tensor.clone for name, tensor in tensors.items()}, shapes, torch.float32)
+    save_sharded(
+        tmp_path,
+        {name: tensor.clone for name, tensor in tensors.items()},
+        shapes,
+        dict.fromkeys(tensors, torch.float32),
+    )
     expected = safetensors.torch.save(tensors, metadata={"format": "pt"})
     assert (tmp_path / "model.safetensors").read_bytes() == expected
 

@@ -18,6 +18,7 @@ from tests.model.made import CHOICES, SHAPES, assert_merged, lively, random_ids,
 from tests.tokenizer.made import small
 
 import torch
+from torch import nn
 
 theirs_warn = pytest.mark.filterwarnings("ignore")
 """Of peft: it says which of its own settings it mends, and what of its dependencies is old."""
@@ -49,6 +50,26 @@ def logits_of(model: Transformer) -> torch.Tensor:
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return float((found - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4", "nf4_double"])
+@pytest.mark.parametrize("name", ["", "absolute positions", "Qwen2"])
+def test_a_base_that_is_read_in_its_format_is_the_one_that_was_frozen_after_reading(
+    tmp_path: Path, name: str, base: Base
+) -> None:
+    """Also of adapters, which are merged first, and no block ever has a matrix in another format."""
+    shape = CHOICES[name] if name else SHAPES[0]
+    settings = Lora(rank=2, base_dtype=base, target_modules=("attention.*",))
+    _, folder = adapted(tmp_path, shape, settings)
+    for path in (tmp_path / "base", folder):
+        later, streamed = hf.load(path).model, hf.load(path, base=base).model
+        assert not any(type(one) is nn.Linear for one in streamed.blocks.modules())
+        for model in (later, streamed):
+            lora.attach(model, settings, seed=3)
+        wanted, found = later.state_dict(), streamed.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) and found[key].dtype == wanted[key].dtype for key in wanted)
+        assert (streamed.head.weight is streamed.embed.weight) == shape.tie_embeddings
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4", "nf4_double"])
@@ -205,6 +226,22 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     (folder / weights_peft.WEIGHTS).write_bytes((folder / weights_peft.WEIGHTS).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
         hf.load(folder)
+
+
+@pytest.mark.parametrize("number_format", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merging_weight_by_weight_exports_the_same_bytes_as_merging_the_whole_model(
+    tmp_path: Path, family: str, number_format: Any
+) -> None:
+    _, folder = adapted(tmp_path / "run", FAMILIES[family], Lora(rank=3, base_dtype="nf4"))
+    streamed = export.load(folder, "hf", number_format)
+    assert streamed.model.embed.weight.dtype == getattr(torch, number_format)
+    for name, loaded in (("whole", hf.load(folder)), ("streamed", streamed)):
+        export.write(loaded, tmp_path / name, "hf", number_format)
+    files = {path.name for path in (tmp_path / "whole").iterdir()} - {"README.md"}
+    assert "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_adapters_are_exported_alone_with_their_words_and_the_path_of_their_base(tmp_path: Path) -> None:

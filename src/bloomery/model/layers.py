@@ -104,6 +104,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return cpu.gelu_tanh(x) if cpu.ready(x) else F.gelu(x, approximate="tanh")
 
 
+ROWS_AT_ONCE = 4096
+"""Of a head whose rows are normalized."""
+
+
 class NormalizedHead(nn.Linear):
     """
         logits = h (W / |W|)ᵀ        each row of W with length 1
@@ -111,8 +115,14 @@ class NormalizedHead(nn.Linear):
     The head of Baichuan2 (Yang et al. 2023, https://arxiv.org/abs/2309.10305).
     """
 
-    def rows(self) -> Float[Tensor, "V D"]:
-        return F.normalize(self.weight)
+    def rows(self, dtype: torch.dtype | None = None) -> Float[Tensor, "V D"]:
+        """In another number format, those of a frozen head never exist in its own all at once."""
+        if dtype in (None, self.weight.dtype) or self.weight.requires_grad:
+            return F.normalize(self.weight)
+        rows = torch.empty_like(self.weight, dtype=dtype)
+        for some, source in zip(*(torch.split(one, ROWS_AT_ONCE) for one in (rows, self.weight)), strict=True):
+            some.copy_(F.normalize(source))
+        return rows
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead V"]:
         return F.linear(x, self.rows())

@@ -92,8 +92,8 @@ def _coins(x: Tensor, salt: Tensor) -> Tensor:
 
 def attach(model: Transformer, settings: Lora, seed: int) -> None:
     """
-    Freeze a model, and add adapters to the matrices that `settings.target_modules` names. Raises DataError where a
-    name matches no matrix.
+    Freeze a model, and add adapters to the matrices that `settings.target_modules` names. Matrices may have been
+    loaded in the format of `settings.base_dtype`. Raises DataError where a name matches no matrix.
 
     A starts as in PEFT, uniform within ±1/√D, sampled on the CPU.
     """
@@ -103,7 +103,7 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
     for name, linear in list(_linears(model)):
         if name not in chosen and settings.base_dtype == "float32":
             continue
-        frozen = quantize.frozen(linear, settings.base_dtype)
+        frozen = linear if isinstance(linear, QuantizedLinear) else quantize.frozen(linear, settings.base_dtype)
         if name not in chosen:
             _put(model, name, frozen)
             continue
@@ -139,10 +139,10 @@ def weights(model: Transformer) -> dict[str, Tensor]:
     }
 
 
-def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:
+def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
     """The matrices of the blocks, by path."""
     for name, module in list(model.named_modules()):
-        if name.startswith("blocks.") and isinstance(module, nn.Linear):
+        if name.startswith("blocks.") and isinstance(module, nn.Linear | QuantizedLinear):
             yield name, module
 
 

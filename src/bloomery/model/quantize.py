@@ -213,6 +213,13 @@ def frozen(linear: nn.Linear, base: Base) -> QuantizedLinear:
             return NF4(linear, double=base == "nf4_double")
 
 
+def frozen_weight(weight: Float[Tensor, "R D"], base: Base) -> QuantizedLinear:
+    """As `frozen`, of a matrix alone."""
+    linear = nn.Linear(1, 1, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return frozen(linear, base)
+
+
 def kept_bytes(module: nn.Module) -> int:
     """Bytes of all that a module keeps: weights, codes, scales. A tied weight counts once."""
     seen = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in _tensors(module) if tensor.numel()}

@@ -149,9 +149,12 @@ class Transformer(nn.Module):
             logits: Tensor = self.head(hidden)
         return logits.float()
 
-    def head_rows(self) -> Float[Tensor, "V D"]:
-        """The matrix that logits are computed with: the head's weight, or its rows with length 1."""
-        return self.head.rows() if isinstance(self.head, NormalizedHead) else self.head.weight
+    def head_rows(self, dtype: torch.dtype | None = None) -> Float[Tensor, "V D"]:
+        """
+        The matrix that logits are computed with: the head's weight, or its rows with length 1, which may be in the
+        number format that they are multiplied in.
+        """
+        return self.head.rows(dtype) if isinstance(self.head, NormalizedHead) else self.head.weight
 
     def _computing(self, device: torch.device) -> AbstractContextManager[object]:
         """Computes in the number format of the matrices, where they are not in float32 and nobody set another."""

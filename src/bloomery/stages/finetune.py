@@ -11,6 +11,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora, quantize
+from bloomery.model.config import Base
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset
@@ -20,6 +21,7 @@ from bloomery.stages.rollouts import answering
 from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Renderer, Template, special_tokens
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
+from bloomery.train.config import Adapters
 from bloomery.train.plan.memory import rows_per_step
 from bloomery.train.progress import KeptWeights
 from bloomery.train.savers import AdapterSaver, FullModelSaver
@@ -40,10 +42,10 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     folder, start = inputs["instruct"], model_of(config, inputs)
     rows = format.read(format.names(folder, "train")[0]).index
     if config.start_from is None:
-        base = hf.load(start)
+        base = hf.load(start, dtype=config.weight_dtype, base=base_dtype(config))
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
-        base = load(start, rows)
+        base = load(start, rows, config)
         renderer = base.renderer
     stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
@@ -86,14 +88,21 @@ def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
     return locate.locate_model(config.start_from.expanduser())
 
 
-def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
+def base_dtype(config: Adapters) -> Base:
+    """The format that the matrices of a frozen base are read into."""
+    return "float32" if config.lora is None else config.lora.base_dtype
+
+
+def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
     """
     The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
     DataError where the rows were written in another template.
     """
     template = None if rows["template_name"] == OWN else rows["template_name"]
     lacks = template is not None and instruct.lacking(hf.language(start).tokenizer, template)
-    loaded = hf.load(start, special=special_tokens(template) if template and lacks else (), template=template)
+    special = special_tokens(template) if template and lacks else ()
+    formats: dict[str, Any] = {"dtype": config.weight_dtype, "base": base_dtype(config)}
+    loaded = hf.load(start, **formats, special=special, template=template)
     if loaded.renderer.hash != rows["template"]:
         what = f"the rows are written in the template {rows['template'][:8]}, "
         what += f"and the model has {loaded.renderer.hash[:8]}"

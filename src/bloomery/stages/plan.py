@@ -5,23 +5,29 @@ This module needs no torch.
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bloomery.core import cache, pipeline
 from bloomery.core.config import nested, paths, plain
+from bloomery.core.errors import ConfigError
 from bloomery.core.io import MANIFEST
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
+from bloomery.data.chat import readers
+from bloomery.data.chat.config import ChatFiles, ChatSourceConfig, ToyChats
+from bloomery.data.chat.messages import Conversation
 from bloomery.data.sources import http_client, stdlib
 from bloomery.data.sources.local import StandardLibrary
 from bloomery.data.sources.remote import Reach
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain, check_named_paths
-from bloomery.train.config import Training, trained_tokens
+from bloomery.train.config import Finetune, Training, trained_tokens
 from bloomery.train.plan import memory
 from bloomery.train.plan import report as plan_report
 from bloomery.train.plan.memory import Machine, of_entry, of_memory
@@ -72,7 +78,7 @@ def report(
     for stage_plan in due:
         check_named_paths(stage_plan.stage.name, stage_plan.config)
     reports: dict[str, PlanReport] = {}
-    pretrain, start = recipe.pretrain, start_of(recipe)
+    pretrain, start, count = recipe.pretrain, start_of(recipe), None
     if pretrain is not None or start is not None:
         tools: dict[str, Any] = {}
         if importlib.util.find_spec("torch") is not None:
@@ -80,6 +86,9 @@ def report(
             if is_traced(start[0] if start else pretrain.model):
                 tools["check"] = pipeline.resolve("bloomery.train.plan.trace:check")
         sections = {"pretrain": pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
+        if recipe.finetune is not None and recipe.finetune.epochs is not None:
+            sections["finetune"], count = steps_of(recipe, {one.stage.name: one for one in laid})
+        tools |= {"count": count, "sequence_length": recipe.instruct.sequence_length}
         if start is not None:
             reports = plans(sections, *start, wish, **tools)
         else:
@@ -103,9 +112,67 @@ def start_of(recipe: Any) -> tuple[ModelConfig, int] | None:
         return None
     path = pipeline.resolve("bloomery.weights.locate:locate_model")(section.start_from.expanduser())
     shape, rows = pipeline.resolve("bloomery.weights.hf:config_of")(path)
-    if section is recipe.finetune:
-        shape = shape.model_copy(update={"context_length": recipe.instruct.sequence_length - 1})
     return shape, rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCount:
+    """What tells how many steps epochs come to."""
+
+    origin: Literal["packed", "estimated", "unknown"]
+    note: str
+
+
+TOKEN_BYTES = 4
+"""Of a file of conversations, that come to one token of a packed sequence: English text with its fields."""
+SAMPLED = 50
+"""Conversations whose mean length stands for all of a source that is limited in number."""
+
+
+def steps_of(recipe: Any, laid: Mapping[str, Laid]) -> tuple[Finetune, StepCount]:
+    """
+    [finetune] with steps in place of its epochs, from the packed sequences where the stage `instruct` is done, and else
+    from the bytes of its sources. Raises ConfigError where the packed sequences make a run refuse the schedule.
+    """
+    config, length = recipe.finetune, recipe.instruct.sequence_length
+    rows_per_step = memory.rows_per_step(config, length - 1)
+    if laid["instruct"].fresh:
+        rows = int(pipeline.read_manifest(laid["instruct"].folder)["stats"]["train"]["rows"])
+        steps = config.of_length(rows, rows_per_step)
+        return steps, StepCount(origin="packed", note=f"{steps.steps:,} steps: {config.epochs:g} x {rows:,} sequences")
+    sizes = [_bytes(source) for source in recipe.instruct.read]
+    if recipe.synthesize.enabled:
+        file = laid["synthesize"].folder / "conversations.jsonl"
+        sizes.append(file.stat().st_size if laid["synthesize"].fresh else None)
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return config, StepCount(origin="unknown", note=config.not_planned)
+    rows = math.ceil(sum(known) * (1 - recipe.instruct.val_fraction) / TOKEN_BYTES / length)
+    how = f"{config.epochs:g} x {rows:,} sequences, estimated at {TOKEN_BYTES} bytes a token"
+    try:
+        steps = config.of_length(rows, rows_per_step)
+    except ConfigError as error:
+        return config, StepCount(origin="unknown", note=f"with {how}, a run would refuse: {error.what}")
+    return steps, StepCount(origin="estimated", note=f"about {steps.steps:,} steps: {how}")
+
+
+def _bytes(source: ChatSourceConfig) -> float | None:
+    """About how many bytes of conversations a source has; None where that takes a download, or is compressed."""
+    if isinstance(source, ChatFiles):
+        files = [path for _, path in readers.local_files(source)]
+        if any(path.suffix in (".gz", ".zst", ".parquet") for path in files):
+            return None
+        total = float(sum(path.stat().st_size for path in files))
+    elif isinstance(source, ToyChats):
+        total = math.inf
+    else:
+        return None
+    limits = [one for one in (source.max_conversations, getattr(source, "count", None)) if one is not None]
+    if limits:
+        sampled = [one for one in islice(readers.conversations([source]), SAMPLED) if isinstance(one, Conversation)]
+        text = sum(len(message["content"].encode()) for one in sampled for message in one.messages)
+        total = min(total, min(limits) * text / max(len(sampled), 1))
+    return total * source.repeat
 
 
 def only_here(recipe: Any) -> list[str]:
@@ -168,13 +235,19 @@ def plans(
     *,
     here: Here | None = None,
     check: FitCheck | None = None,
+    count: StepCount | None = None,
+    sequence_length: int = 0,
 ) -> dict[str, PlanReport]:
-    """Of the stages that train, by their names."""
+    """Of the stages that train, by their names. `sequence_length` is that of packed conversations."""
     reports = {}
     for name, config in sections.items():
         if config is not None:
-            target = wish.target(config, here)
-            ask = plan_report.asked(name, config, model, vocab_size, target)
+            target, shape = wish.target(config, here), model
+            if name == "finetune" and sequence_length:
+                shape = model.model_copy(update={"context_length": sequence_length - 1})
+            ask = plan_report.asked(name, config, shape, vocab_size, target)
+            if name == "finetune" and count is not None:
+                ask = replace(ask, steps_from=count.origin, besides=count.note)
             reports[name] = plan_report.planned(ask, config, target, check, wish.price)
     return reports
 
@@ -260,6 +333,9 @@ def verdict(reports: Mapping[str, PlanReport]) -> list[str]:
         known = sum(one for one in seconds if one is not None)
         about = "time unknown" if None in seconds else f"about {plan_report.duration(known)}"
         return [f"It fits: {peak:.1f} of {usable:.1f} GiB, {about} on {target.name}."]
+    if not tight.fits_in_host and peak <= usable:
+        needed, there = sum(tight.host.values()) / GIB, (target.host_bytes or 0) / GIB
+        return [f"It does not fit: {tight.ask.stage} needs {needed:,.1f} GiB of the computer's own {there:,.1f} GiB."]
     parts = tight.choice.at_peak[1]
     largest = max(parts, key=lambda name: parts[name])
     says = [f"It does not fit: {tight.ask.stage} needs {peak:,.1f} GiB, and {usable:.1f} GiB are usable."]

@@ -43,6 +43,7 @@ from bloomery.model import lora
 from bloomery.shards import packing
 from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
+from bloomery.stages.finetune import base_dtype
 from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
 from bloomery.tokenizer.chat_template import ChatRenderer
@@ -372,7 +373,7 @@ def model_of(config: Prefer, inputs: Mapping[str, Path]) -> Path:
 
 def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Raises DataError for sources that cannot be read, and where nothing is left to train on."""
-    start = hf.load(model_of(config, inputs))
+    start = hf.load(model_of(config, inputs), dtype=config.weight_dtype, base=base_dtype(config))
     context = start.model.config.context_length
     if isinstance(config.loss, Grpo):
         data = prepare_prompts(config.loss, config.val_fraction, start.renderer, context, out)
@@ -396,7 +397,10 @@ def train(config: Prefer, inputs: Mapping[str, Path], out: Path, world: World) -
     """What each rank does."""
     devices.keep_freed_memory()
     folder = model_of(config, inputs)
-    start, base = hf.load(folder), content_hash(inputs["finetune"]) if "finetune" in inputs else hf.digest(folder)
+    start, base = (
+        hf.load(folder, dtype=config.weight_dtype, base=base_dtype(config)),
+        content_hash(inputs["finetune"]) if "finetune" in inputs else hf.digest(folder),
+    )
     build_run = _of_draws if isinstance(config.loss, Grpo) else _of_pairs
     training_run = build_run(config, start, base, out, world)
     return {**training_run.run(), "before": read_record(out / BEFORE, Before)["record"] if world.is_first else {}}

@@ -122,7 +122,8 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         model.initialize(config.seed)
         return model
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
-    loaded = hf.load(locate.locate_model(config.start_from.expanduser()), special=special)
+    path = locate.locate_model(config.start_from.expanduser())
+    loaded = hf.load(path, dtype=config.weight_dtype, special=special)
     where, shape = str(config.start_from), loaded.model.config
     if loaded.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"

@@ -85,6 +85,7 @@ def prepare(
 ) -> Verdict:
     """Put a model where it computes, recomputing and compiled as a recipe asks for: see `decide`."""
     model.to(precision.device.torch_device)
+    assert config.activation_checkpointing != "auto", "decided before"
     checkpoint_activations(model, config.activation_checkpointing)
     return decide(model, config, samples, precision, out, world)
 

@@ -21,6 +21,8 @@ Decay = Annotated[float, Between(0, 100, "each step takes learning rate × decay
 Epsilon = Annotated[float, Between(1e-20, 1, "a larger one outweighs every gradient, a smaller one is lost")]
 
 Level = Literal["none", "full", "selective"]
+LEVELS: tuple[Level, ...] = ("none", "selective", "full")
+"""From the one that needs the most memory on; each computes more again."""
 
 
 class Adam(Config):
@@ -260,9 +262,17 @@ class Training(Config):
     device: DeviceChoice = "auto"
     """Where training runs. `auto`: a GPU if there is one, or else the CPU."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Format of matmuls; weights and optimizer are float32. `auto` takes a format that the device has units for."""
-    activation_checkpointing: Level = Field("none", json_schema_extra=VOLATILE)
-    """What the backward pass computes again to save memory: nothing, whole blocks, or all but matmuls."""
+    """Format of matmuls. `auto` takes a format that the device has units for."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """
+    Format of matrices that are trained, and of their gradients and checkpoints. `bfloat16` halves them, computes in
+    bfloat16 and rounds updates stochastically. Vectors and the optimizer stay in float32.
+    """
+    activation_checkpointing: Level | Literal["auto"] = Field("none", json_schema_extra=VOLATILE)
+    """
+    What the backward pass computes again to save memory: nothing, whole blocks, or all but matmuls. `auto`: nothing,
+    unless a micro-batch does not fit; then as little as needed.
+    """
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
     """Whether blocks go through torch.compile. The plain blocks are used if a first step does not agree with theirs."""
     micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
@@ -317,6 +327,11 @@ class Training(Config):
     """Maximum length of a sample."""
 
     @property
+    def compute_dtype(self) -> Literal["auto", "bfloat16", "float16", "float32"]:
+        """Format of matmuls: weights in bfloat16 are multiplied as they are."""
+        return "bfloat16" if self.weight_dtype == "bfloat16" else self.precision
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether training needs the initial model at every step, and not only before the first."""
         return False
@@ -355,6 +370,18 @@ class Training(Config):
             raise ValueError(
                 f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; say a decay "
                 f"of at most {self.steps - warmup}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_multiplied_as_they_are(self) -> "Training":
+        if self.weight_dtype == "bfloat16" and self.precision not in ("auto", "bfloat16"):
+            raise ValueError(
+                f'weight_dtype="bfloat16" multiplies in bfloat16, not in {self.precision}: leave out one of the two'
+            )
+        if self.weight_dtype == "bfloat16" and getattr(self, "lora", None) is not None:
+            raise ValueError(
+                'weight_dtype is of weights that are trained, and lora freezes them: set lora.base_dtype="bfloat16"'
             )
         return self
 
@@ -450,7 +477,7 @@ class Finetune(Training, Adapters):
 
     @property
     def not_planned(self) -> str:
-        return "" if self.steps else "epochs become steps when [instruct] has packed its sequences: planned is one step"
+        return "" if self.steps else "the number of steps is known when [instruct] has packed its sequences"
 
     def of_length(self, num_samples: int, rows: int) -> Self:
         """

@@ -58,6 +58,10 @@ class ScaledAdamW(torch.optim.AdamW):
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """√ Σ g² over all numbers of all gradients: 0 for none."""
+    if any(gradient.dtype != torch.float32 for gradient in gradients):  # a norm in bfloat16 has three digits
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
     if not _ready(gradients):
         return nn.utils.get_total_norm(gradients)
     sums = [torch.empty(-(-gradient.numel() // CHUNK), dtype=torch.float64) for gradient in gradients]

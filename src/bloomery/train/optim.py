@@ -5,6 +5,10 @@ Muon orthogonalizes matrices of one shape together: on a CPU, a small matrix doe
 
 AdEMAMix, AdamW with moments of 8 bits, and Lion do not exist in torch. Each is a plain torch optimizer here.
 
+Weights may be kept in bfloat16. An update is then computed in float32 and rounded stochastically (`round_into`). So an
+update far below the distance of two bfloat16 numbers still moves the weight on average, where the nearest number would
+lose it (Gupta et al. 2015, https://arxiv.org/abs/1502.02551). What an optimizer remembers is the same as for float32.
+
 Letters: g gradient, p weight, t steps so far, λ weight decay (decoupled: p ← p − lr·λ·p comes first).
 
 Learning rates are pure functions of the step. The formulas are those of llm.c's schedulers.h and of 1386.ai's
@@ -16,12 +20,14 @@ All optimizers share one file because the recipe chooses among them by name.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
+from bloomery.core.hashing import stable_hash
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.fsdp import like, whole
 from bloomery.train.fused_adamw import ScaledAdamW
@@ -33,6 +39,46 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 BATCH_NUMBERS = 2**21
 """Numbers of the matrices that are orthogonalized together: so many stay in a CPU's cache."""
+
+
+SeedOf = Callable[[Tensor], int]
+"""Of a weight: the seed of the random bits that round its update."""
+
+
+def round_into(weight: Tensor, numbers: Tensor, seed: int) -> None:
+    """
+    Fill a bfloat16 tensor with float32 numbers, each rounded up or down at random, so that the mean is the number.
+
+        P(up) = (x − below) / (above − below)
+
+    bfloat16 is the upper half of the bits of float32. A random number is added to the lower half, and a carry rounds
+    up. Infinite numbers and NaN stay what they are.
+    """
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    pieces = (torch.split(tensor.view(-1), NUMBERS_ROUNDED) for tensor in (weight, numbers))
+    for piece, flat in zip(*pieces, strict=True):
+        bits = flat.view(torch.int32)
+        noise = torch.randint(2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        piece.copy_((bits + noise).bitwise_and_(-(2**16)).view(torch.float32))
+
+
+NUMBERS_ROUNDED = 2**22
+"""At a time."""
+
+
+@contextmanager
+def updatable(weight: Tensor, seed_of: SeedOf) -> Iterator[Tensor]:
+    """A weight to change in-place: itself, or the float32 numbers of one in bfloat16, which are rounded at the end."""
+    if weight.dtype != torch.bfloat16:
+        yield weight
+        return
+    numbers = weight.float()
+    yield numbers
+    round_into(weight, numbers, seed_of(weight))
+
+
+def _seed_zero(weight: Tensor) -> int:
+    return 0
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -49,7 +95,7 @@ class BatchedMuon(torch.optim.Muon):
 
     def __init__(self, weights: Any, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
         super().__init__(weights, **settings)
-        self._dtype = dtype
+        self._dtype, self.seed_of = dtype, _seed_zero
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         with torch.no_grad():
@@ -64,16 +110,18 @@ class BatchedMuon(torch.optim.Muon):
         for weight, slot in zip(weights, wide, strict=True):
             state, gradient = self.state[weight], weight.grad
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
+                state["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
             assert gradient is not None
+            gradient = gradient.float()
             mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
             ahead = whole(gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
             slot.copy_(ahead if rows <= columns else ahead.T)
         directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
         for weight, direction in zip(weights, directions, strict=True):
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(like(weight, direction if rows <= columns else direction.T), alpha=-rate)
+            with updatable(weight, self.seed_of) as numbers:
+                numbers.mul_(1 - group["lr"] * group["weight_decay"])
+                numbers.add_(like(weight, direction if rows <= columns else direction.T), alpha=-rate)
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -114,16 +162,39 @@ CHUNK_NUMBERS = 2**20
 class ElementwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose weights do not depend on each other: `change` moves one of them."""
 
+    def __init__(self, groups: Any, settings: dict[str, Any]) -> None:
+        super().__init__(groups, settings)
+        self.seed_of: SeedOf = _seed_zero
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for group in self.param_groups:
                 for weight in group["params"]:
                     if weight.grad is not None:
-                        weight.mul_(1 - group["lr"] * group["weight_decay"])
-                        self.change(weight, weight.grad, self.state[weight], group)
+                        with updatable(weight, self.seed_of) as numbers:
+                            numbers.mul_(1 - group["lr"] * group["weight_decay"])
+                            self.change(numbers, weight.grad, self.state[weight], group)
 
     def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
+
+
+class RoundedAdamW(ElementwiseOptimizer):
+    """AdamW of torch, for weights in bfloat16: its moments are in float32, which theirs would not be."""
+
+    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] += 1
+        (t, (beta1, beta2)), slope = (_number(state["step"]), group["betas"]), gradient.to(weight.dtype)
+        state["exp_avg"].lerp_(slope, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+        root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
+        weight.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta1**t))
 
 
 class AdEMAMixOptimizer(ElementwiseOptimizer):
@@ -148,6 +219,7 @@ class AdEMAMixOptimizer(ElementwiseOptimizer):
         state["step"] += 1
         t, (beta1, beta2, _) = _number(state["step"]), group["betas"]
         alpha, beta3 = slow_mean(t, group["alpha"], group["betas"], group["ramp"])
+        gradient = gradient.to(weight.dtype)
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_slow"].lerp_(gradient, 1 - beta3)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -186,7 +258,7 @@ class LionOptimizer(ElementwiseOptimizer):
     def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(weight)
-        beta1, beta2 = group["betas"]
+        (beta1, beta2), gradient = group["betas"], gradient.to(weight.dtype)
         weight.add_(state["exp_avg"].lerp(gradient, 1 - beta1).sign_(), alpha=-group["lr"])
         state["exp_avg"].lerp_(gradient, 1 - beta2)
 
@@ -273,6 +345,7 @@ def encode(numbers: Tensor, table: Tensor, signed: bool, block: int, codes: Tens
 
 REMEMBERED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     ScaledAdamW: ("step", "exp_avg", "exp_avg_sq"),
+    RoundedAdamW: ("step", "exp_avg", "exp_avg_sq"),
     BatchedMuon: ("momentum_buffer",),
     AdEMAMixOptimizer: ("step", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
     AdamW8bitOptimizer: ("step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"),
@@ -308,8 +381,11 @@ _OF_ANOTHER = "It is of another model or kind of optimizer: resume with the reci
 class Optimizers:
     """One or two torch optimizers that together own every weight of a model that is trained, each weight once."""
 
-    def __init__(self, model: nn.Module, config: Optimizer, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype` is the format of Muon's matmuls."""
+    def __init__(
+        self, model: nn.Module, config: Optimizer, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0
+    ) -> None:
+        """`dtype` is the format of Muon's matmuls, `seed` that of the rounding of weights in bfloat16."""
+        self._seed = seed
         self._names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         self.parts = _parts(Kinds.of(model), config, dtype)
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
@@ -321,9 +397,18 @@ class Optimizers:
                 group["lr"] = peak * value
         return self._peaks[0][0] * value
 
-    def step(self, scale: float = 1.0) -> None:
-        """Update the weights with their gradients times `scale`, which may or may not be written back to them."""
+    def step(self, scale: float = 1.0, number: int = 0) -> None:
+        """
+        Update the weights with their gradients times `scale`, which may or may not be written back to them. `number`
+        is that of the step: with the seed and the name of a weight it decides how bfloat16 is rounded.
+        """
+
+        def seed_of(weight: Tensor) -> int:
+            return stable_hash(f"{self._seed} {number} {self._names[weight]}")  # type: ignore[index]
+
         for optimizer in self.parts:
+            if isinstance(optimizer, BatchedMuon | ElementwiseOptimizer):
+                optimizer.seed_of = seed_of
             if isinstance(optimizer, ScaledAdamW):
                 optimizer.scale = scale
             elif scale != 1.0:
@@ -401,7 +486,13 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
         return [LionOptimizer(matrices + tables + vectors, lr=lr, betas=betas)]
 
     def adamw(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-        return [ScaledAdamW(groups, lr=lr, betas=betas, eps=config.epsilon, fused=True)] if groups else []
+        rounded = [group for group in groups if group["params"][0].dtype == torch.bfloat16]
+        exact = [group for group in groups if group not in rounded]
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.epsilon}
+        return [
+            *([RoundedAdamW(rounded, **settings)] if rounded else []),
+            *([ScaledAdamW(exact, **settings, fused=True)] if exact else []),
+        ]
 
     if isinstance(config, Muon):
         return [*_muon(matrices, config, dtype), *adamw(tables + vectors)]

@@ -1,7 +1,8 @@
 """
 The device and number format of training matmuls, why it was chosen, and loss scaling.
 
-Weights, gradients and optimizer are float32 throughout: autocast hands a rounded copy to each matmul. float16 ends
+Weights, gradients and optimizer are float32, unless `weight_dtype` is bfloat16: autocast hands a rounded copy to each
+matmul. float16 ends
 at 65,504 and loses what is below 6·10⁻⁸. So the loss is scaled up before the backward pass, and gradients down
 after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bfloat16 has the range of float32.
 """
@@ -18,7 +19,7 @@ from bloomery.hw.device import Device
 from bloomery.train.config import Training
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SMALLEST, TRIES = 1.0, 3
 """Scale; and what is tried of a step before it."""
@@ -120,7 +121,7 @@ class Precision:
         devices.return_freed_memory()  # what earlier stages of this process left
         device = devices.find(config.device)
         kernel_selection.select_kernels(device)
-        precision = cls.decide(config.precision, device)
+        precision = cls.decide(config.compute_dtype, device)
         info(f"  computes in {precision.why}")
         return precision
 
@@ -183,6 +184,13 @@ REASONS = {
     "float16": "{} has no units for bfloat16; the loss is scaled so that gradients keep to its range",
     "float32": "{} multiplies no shorter format faster",
 }
+
+
+def keep_weights(model: nn.Module, weight_dtype: str) -> None:
+    """Bring the weights that are trained into the format of a recipe, one after another: vectors stay in float32."""
+    for weight in model.parameters():
+        if weight_dtype == "bfloat16":
+            weight.requires_grad_(True).data = weight.data.to(torch.bfloat16 if weight.dim() > 1 else torch.float32)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ class FullModelSaver:
     of_adapters: ClassVar[bool] = False
 
     def write(self, folder: Path, step: int) -> None:
-        hf.save(folder, self.model, self.language, replace(self.lineage, step=step))
+        hf.save(folder, self.model, self.language, replace(self.lineage, step=step), number_format=None)
 
     def copied(self, world: World) -> tuple[Write, int]:
         twin = fsdp.copy_of(self.model, world)

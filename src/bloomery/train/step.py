@@ -278,7 +278,7 @@ def placed_losses(
     with precision.autocast():
         hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
     chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
-    return token_losses(chosen, model.head_rows(), batch.targets, z_loss, scale)
+    return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
-from bloomery.train.precision import Precision, short
+from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import (
     Failure,
@@ -126,7 +126,7 @@ class Trainer:
         elif grads.num_tokens:
             if self.norms:
                 self.norms.before_update(state.step)
-            self.optimizers.step(clipping(self.max_grad_norm, grads.norm))
+            self.optimizers.step(clipping(self.max_grad_norm, grads.norm), state.step)
             if self.norms:
                 self.norms.after_update()
             self.guard.accept(state.guard, watched, norm)
@@ -214,12 +214,16 @@ class TrainingRun:
             precision = Precision.of_run(self.config)
             device = precision.device
             distributed.check_devices(self.world, device.torch_device)
-            self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world)
+            is_open = self.config.activation_checkpointing == "auto"
+            self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 fsdp.shard(self.model, self.world, device)
+            keep_weights(self.model, self.config.weight_dtype)
+            if is_open:
+                info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
             compile.prepare(self.model, self.config, self.samples, precision, self._desk, self.world)
-            optimizers = Optimizers(self.model, self.config.optimizer, precision.muon_dtype)
+            optimizers = Optimizers(self.model, self.config.optimizer, precision.muon_dtype, seed=self.config.seed)
             if self.begin is not None:
                 self.begin(precision, rows_at_once(self.config, self.samples.length), self._stop)
             self._validation = self._check()

@@ -32,6 +32,16 @@ ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 MODEL_FILE, TOKENIZER_FILE, CARD = "model.bin", "tokenizer.bin", "README.md"
 
 
+def load(path: Path, form: ExportFormat, number_format: ExportNumbers) -> Loaded:
+    """
+    A model to be written. Weights are merged and rounded one by one where each of them is written as it is: then the
+    whole model never exists in float32.
+    """
+    short = number_format if number_format in ("bfloat16", "float16") else "float32"
+    as_it_is = form == "hf" and not hf.config_of(path)[0].normalize_head
+    return hf.load(path, dtype=short if as_it_is else "float32")  # type: ignore[arg-type]
+
+
 def write(
     loaded: Loaded, out: Path, form: ExportFormat, number_format: ExportNumbers, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
 from bloomery.model.config import Base, Lora, ModelConfig
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import (
     OWN,
@@ -51,20 +51,19 @@ from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import gguf, integrity, peft
 from bloomery.weights.architectures import WeightMapping, gathered
 from bloomery.weights.opened import CONFIG as CONFIG
-from bloomery.weights.opened import LoadFormat as LoadFormat
 from bloomery.weights.opened import (
+    Change,
     NumberFormat,
     OpenedModel,
     again,
     converted,
     filled,
-    keep,
-    kept_as_in,
     opened_model,
     own_weights,
     read_file,
     understood,
 )
+from bloomery.weights.opened import LoadFormat as LoadFormat
 from bloomery.weights.safetensors import (
     INDEX,
     SHARD_BYTES,
@@ -270,7 +269,7 @@ def save(
     words: ModelLanguage | Renderer,
     lineage: Lineage,
     *,
-    number_format: NumberFormat = "float32",
+    number_format: NumberFormat | None = "float32",
     weights: Mapping[str, Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -278,23 +277,26 @@ def save(
     Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
     that opens the next document, as it has learned, and has no chat template.
 
-    `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks. Raises
-    CheckpointError where one of them holds what the number format does not.
+    Without a number format, each tensor keeps its own. `weights`, by our names, stand in for those of the model:
+    copies, or such as were gathered from ranks. Raises CheckpointError where one of them holds what the number format
+    does not.
     """
     kind, own = weights_architectures.architecture(model.config), own_weights(model)
     tensors = own if weights is None else {name: weights[name] for name in own}
-    form: torch.dtype = getattr(torch, number_format)
+    form: torch.dtype | None = None if number_format is None else getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
     makers = {one.theirs: partial(_made, one, tensors, form, where) for one in pieces}
-    shapes = {name: list(make().shape) for name, make in makers.items()}  # raises before anything is written
+    shapes, forms = dict[str, list[int]](), dict[str, torch.dtype]()
+    for theirs, make in makers.items():  # raises before anything is written
+        shapes[theirs], forms[theirs] = list((tensor := make()).shape), tensor.dtype
     make_folder(folder)
-    save_sharded(folder, makers, shapes, form, shard_bytes)
+    save_sharded(folder, makers, shapes, forms, shard_bytes)
     facts = {
         "architectures": [kind.name],
         "model_type": kind.model_type,
         "vocab_size": model.vocab_size,
         **kind.describe(model.config),
-        "torch_dtype": number_format,
+        "torch_dtype": number_format or str(own["embed.weight"].dtype).removeprefix("torch."),
     }
     words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     ids, name = write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
@@ -304,9 +306,10 @@ def save(
     integrity.write_sums(folder)
 
 
-def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype, where: str) -> Tensor:
+def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype | None, where: str) -> Tensor:
     """A tensor of transformers, in a number format. Raises CheckpointError where that does not hold its numbers."""
-    return rounded(piece.theirs, gathered(piece, tensors), form, where)
+    tensor = gathered(piece, tensors)
+    return tensor if form is None else rounded(piece.theirs, tensor, form, where)
 
 
 def write_words(
@@ -335,6 +338,7 @@ def load(
     device: torch.device | str = "cpu",
     *,
     dtype: LoadFormat = "float32",
+    base: Base = "float32",
     special: Sequence[str] = (),
     template: str | None = None,
 ) -> Loaded:
@@ -344,10 +348,11 @@ def load(
     the model has. The same for a pickle, an unknown quantization and an unknown architecture. The same if the
     tokenizer or the template is not the model's; the error says which differ.
 
-    `dtype` is the number format that the weights are kept in. A downloaded model gets the tokens of `special` that
-    it lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
+    `dtype` is the number format that the weights are kept in, `base` that of the matrices of blocks where they are to
+    be frozen. No more than one weight exists in another format at a time. A downloaded model gets the tokens of
+    `special` that it lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
     """
-    loaded = _loaded(path, device, dtype, special)
+    loaded = _loaded(path, _Kept(device, dtype, base), special)
     if path.is_dir():
         integrity.verify(path)  # last: what cannot be read says more of itself than its hash
     if template is None:
@@ -371,23 +376,36 @@ def config_of(path: Path) -> tuple[ModelConfig, int]:
     return opened.config, opened.rows
 
 
-def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: Sequence[str]) -> Loaded:
+@dataclass(frozen=True)
+class _Kept:
+    """How and where weights are kept."""
+
+    device: torch.device | str
+    dtype: LoadFormat
+    base: Base
+    change: Change | None = None
+
+    def filled(self, opened: OpenedModel, num_ids: int) -> Transformer:
+        return filled(opened, num_ids, self.dtype, self.device, self.base, self.change)
+
+
+def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     """As `load`, whatever the hashes of the files are."""
     if peft.is_adapter(path):
-        return _with_adapters(path, device, dtype, special)
+        return _with_adapters(path, kept, special)
     opened = opened_model(path)
     words = _language(opened)
     if opened.gguf is None and (path / LINEAGE).is_file():
         lineage = lineage_of(path)
-        model = filled(opened, opened.rows, dtype, device)
+        model = kept.filled(opened, opened.rows)
     elif any(words.tokenizer.special_id(name) is None for name in special):
         tokenizer, added = tokenizer_of(path, opened.rows, special)
         words = ModelLanguage.ours(Renderer(tokenizer))
-        model = filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
+        model = kept.filled(opened, max(opened.rows, tokenizer.vocab_size))
         add_rows(model, opened.rows, added, opened.facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
     else:
-        model = filled(opened, opened.rows, dtype, device)
+        model = kept.filled(opened, opened.rows)
         template = None if words.chat is None else words.chat.hash
         lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
     return Loaded(model.eval(), words, lineage, path)
@@ -534,10 +552,10 @@ def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
     integrity.verify(folder)
 
 
-def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, special: Sequence[str]) -> Loaded:
+def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     """
-    A base with the adapters of a folder merged into it, in float32 before it takes the format that was asked for. Those
-    of PEFT have the tokenizer and lineage of the base.
+    A base with the adapters of a folder merged into it, weight by weight: each in float32 before it takes the format
+    that was asked for. Those of PEFT have the tokenizer and lineage of the base.
     """
     adapter = peft.read(folder)
     facts, own, base_folder = _base(folder, adapter)
@@ -549,17 +567,15 @@ def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, 
         names = special_tokens(words.chat.name)
         if any(words.tokenizer.holds(name) and not below.tokenizer.holds(name) for name in names):
             special = names
-    loaded = load(base_folder, special=special)
-    peft.merge(loaded.model, adapter, own["kept_as"], folder)
-    keep(loaded.model, kept_as_in(dtype, opened_model(_below(base_folder))), device)
+    merged = peft.merging(on_meta(*config_of(base_folder)), adapter, own["kept_as"], folder)
+    more = kept.change  # of adapters that adapt these
+    change = merged if more is None else lambda name, weight: more(name, merged(name, weight))
+    loaded = _loaded(base_folder, replace(kept, change=change), special)
+    if base_folder.is_dir():
+        integrity.verify(base_folder)
     if not facts:
         return replace(loaded, folder=folder)
     return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
-
-
-def _below(path: Path) -> Path:
-    """The whole model below adapters, which may adapt others."""
-    return _below(base_of(path)) if peft.is_adapter(path) else path
 
 
 def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:

@@ -166,17 +166,29 @@ def own_weights(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-def filled(opened: OpenedModel, num_ids: int, dtype: LoadFormat, device: torch.device | str) -> Transformer:
+Change = Callable[[str, Tensor], Tensor]
+"""Of the name and the numbers of a weight: what becomes of it before it takes its format."""
+
+
+def filled(
+    opened: OpenedModel,
+    num_ids: int,
+    dtype: LoadFormat,
+    device: torch.device | str,
+    base: Base = "float32",
+    change: Change | None = None,
+) -> Transformer:
     """
     A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
-    each converted, and moved to the device, before the next is read.
+    each converted, and moved to the device, before the next is read. A `base` other than float32 is the format of the
+    matrices of blocks alone.
     """
     tensors = opened.tensors(dtype)
     _of_one_size(opened.config, opened.rows, tensors)
     model = on_meta(opened.config, num_ids)
     kept_as = kept_as_in(dtype, opened)
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
-        _place(model, name, weight, kept_as, device)
+        put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
     if opened.config.tie_embeddings:
         model.head.weight = model.embed.weight
     return_freed_memory()  # quantizing leaves gaps, as large as the model
@@ -192,22 +204,19 @@ def kept_as_in(dtype: LoadFormat, opened: OpenedModel) -> Base | Literal["float1
     return {"float16": "float16", "float32": "float32"}.get(stored or "", "bfloat16")  # type: ignore[return-value]
 
 
-def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str) -> None:
+def put_weight(
+    model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str, base: Base = "float32"
+) -> None:
     """Put a weight into a model that has none of that name yet: vectors of norms stay in float32."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
     plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
     form = plain if is_matrix else torch.float32
-    if (
-        kept_as in ("int8", "nf4", "nf4_double")
-        and isinstance(module, nn.Linear)
-        and leaf == "weight"
-        and path != "head"
-    ):
-        whole = nn.Linear(1, 1, bias=False, device="meta")
-        whole.weight = nn.Parameter(weight.to(device), requires_grad=False)
-        frozen = quantize.frozen(whole, kept_as)  # type: ignore[arg-type]
+    in_block = isinstance(module, nn.Linear) and leaf == "weight" and path != "head"
+    if in_block and (kept_as in ("int8", "nf4") or base != "float32"):
+        frozen = quantize.frozen_weight(weight.to(device), base if base != "float32" else kept_as)  # type: ignore[arg-type]
+        assert isinstance(module, nn.Linear)
         frozen.bias = None if module.bias is None else module.bias.detach()
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, frozen)
@@ -217,14 +226,6 @@ def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: 
         module.bias = ready
     else:
         setattr(module, leaf, nn.Parameter(ready, requires_grad=kept_as == "float32"))
-
-
-def keep(model: Transformer, kept_as: str, device: torch.device | str) -> None:
-    """Bring a whole model in float32 to a device in another format, weight by weight."""
-    for name, weight in own_weights(model).items():
-        _place(model, name, weight.detach(), kept_as, device)
-    if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight
 
 
 def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:

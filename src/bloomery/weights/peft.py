@@ -12,7 +12,7 @@ computed with.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -141,33 +141,40 @@ def read(folder: Path) -> Adapter:
     return Adapter(base, scales, pairs, magnitudes)
 
 
-def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> None:
+def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> Callable[[str, Tensor], Tensor]:
     """
-    Add adapters to the matrices of a model, rounded before as the base was kept. Raises CheckpointError where they
-    belong to another model.
+    What makes of each weight of a model the one with adapters added, in float32: rounded before as the base was kept.
+    Of the model, only names and shapes count. Raises CheckpointError where the adapters belong to another model.
     """
-    own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
     if strange := sorted(adapter.pairs.keys() - pieces.keys()):
         what = f"adapts {strange[0]}, which the model does not have"
         raise CheckpointError(what, where=str(folder), hint=_AGAIN)
-    with torch.no_grad():
+    parts = {ours: (theirs, number) for theirs in pieces for number, ours in enumerate(pieces[theirs].ours)}
+    for name, (a, b) in adapter.pairs.items():
+        ours = [model.get_parameter(one).shape for one in pieces[name].ours]
+        if (len(b), a.shape[1]) != (sum(shape[0] for shape in ours), ours[0][1]):
+            what = f"adapts {name} with a change of shape {(len(b), a.shape[1])}"
+            raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+
+    @torch.no_grad()
+    def merged(ours: str, weight: Tensor) -> Tensor:
+        if ours not in parts:
+            return weight
+        weight, (name, number) = weight.float(), parts[ours]
         if kept_as != "float32":
-            for name, linear in own.items():
-                if name.startswith("blocks."):
-                    linear.weight.copy_(quantize.frozen(linear, kept_as).dense(torch.float32))
-        for name, (a, b) in adapter.pairs.items():
-            parts = [own[path.removesuffix(".weight")].weight for path in pieces[name].ours]
-            delta = adapter.scales[name] * (b.float() @ a.float())
-            if delta.shape != (sum(len(part) for part in parts), parts[0].shape[1]):
-                what = f"adapts {name} with a change of shape {tuple(delta.shape)}"
-                raise CheckpointError(what, where=str(folder), hint=_AGAIN)
-            sizes = [len(part) for part in parts]
-            for weight, some in zip(parts, parted(pieces[name], delta, sizes), strict=True):
-                weight.add_(some.to(weight.device))
-            if (lengths := adapter.magnitudes.get(name)) is not None:
-                for weight, some in zip(parts, torch.split(lengths, [len(part) for part in parts]), strict=True):
-                    weight.mul_((some.to(weight.device) / torch.linalg.vector_norm(weight, dim=1))[:, None])
+            weight = quantize.frozen_weight(weight, kept_as).dense(torch.float32)
+        if name not in adapter.pairs:
+            return weight
+        a, b = adapter.pairs[name]
+        sizes = [len(model.get_parameter(one)) for one in pieces[name].ours]
+        changes = parted(pieces[name], adapter.scales[name] * (b.float() @ a.float()), sizes)
+        weight = weight + changes[number]
+        if (lengths := adapter.magnitudes.get(name)) is not None:
+            weight *= (torch.split(lengths, sizes)[number] / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return weight
+
+    return merged
 
 
 def fill(model: Transformer, folder: Path) -> None:

@@ -90,17 +90,17 @@ def save_sharded(
     folder: Path,
     tensors: Mapping[str, Callable[[], Tensor]],
     shapes: Mapping[str, list[int]],
-    form: torch.dtype,
+    forms: Mapping[str, torch.dtype],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """
-    Write tensors of one number format as safetensors files of up to `shard_bytes`, with an index where that makes
+    Write tensors as safetensors files of up to `shard_bytes`, with an index where that makes
     several. A tensor is made when it is written, and forgotten before the next one is made.
     """
     files: list[list[str]] = [[]]
     size, total = 0, 0
     for name in sorted(tensors):
-        tensor_bytes = math.prod(shapes[name]) * form.itemsize
+        tensor_bytes = math.prod(shapes[name]) * forms[name].itemsize
         if files[-1] and size + tensor_bytes > shard_bytes:
             files.append([])
             size = 0
@@ -111,7 +111,7 @@ def save_sharded(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file_name = WEIGHTS if width == 1 else f"{stem}-{number:05}-of-{width:05}.safetensors"
-        write_file(folder / file_name, names, shapes, tensors, dict.fromkeys(names, form))
+        write_file(folder / file_name, names, shapes, tensors, {name: forms[name] for name in names})
         weight_map |= dict.fromkeys(names, file_name)
     if width > 1:
         core_io.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -9,6 +9,7 @@ from bloomery.train.optim import Optimizers
 from bloomery.train.plan import memory
 from bloomery.train.plan.memory import optimizer_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.step import accumulate_gradients
+from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE
 from tests.train.made import on_cpu, random_batch
 
@@ -47,4 +48,5 @@ def test_what_the_numbers_come_to_is_said_where_they_were_hardly_meant_so() -> N
 def test_a_plan_counts_with_the_numbers_that_training_has() -> None:
     """`train/plan/memory.py` needs no torch, so it repeats them."""
     assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES
+    assert memory.FILE_BYTES == checkpoint.FILE_BYTES
     assert memory.UPDATE_NUMBERS == optim.BATCH_NUMBERS

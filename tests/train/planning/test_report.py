@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from bloomery.hw.device import listed_peak
 from bloomery.hw.distributed import World, ranks_here
 from bloomery.hw.specs import GIB
 from bloomery.model.config import ModelConfig
+from bloomery.stages.plan import verdict
 from bloomery.train.plan import here as plan_here
-from bloomery.train.plan import report
+from bloomery.train.plan import memory, report
 from bloomery.train.plan.here import decided, here, room, slower
 from bloomery.train.plan.memory import of_memory
 from bloomery.train.plan.report import PlanReport
@@ -174,7 +176,34 @@ def test_ranks_on_a_processor_share_its_memory_and_those_on_cards_do_not(monkeyp
     assert card(devices=2).usable_bytes == card().usable_bytes
 
 
-def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_does() -> None:
+def test_recomputation_is_chosen_only_where_it_is_needed_and_kept_for_the_same_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = ModelConfig(preset="gpt2-124m", context_length=1024)
+    config = training(
+        activation_checkpointing="auto", global_batch_tokens=2**14, micro_batch_tokens=2**13, precision="float32"
+    )
+
+    def level(gib: float) -> str:
+        device = replace(processor(), memory_bytes=int(gib * GIB))
+        target = room(device)
+        run = decided(config, deep, 50_257, device, World(), tmp_path).activation_checkpointing
+        made = report.planned(report.asked("pretrain", config, deep, 50_257, target), config, target)
+        assert made.choice.way.activation_checkpointing == run
+        assert made.choice.fits == (gib > 10)
+        return run
+
+    assert [level(gib) for gib in (200, 20, 16, 6)] == ["none", "selective", "full", "full"]
+    assert level(200) == "none"
+    monkeypatch.setattr(plan_here, "first_fitting", None)
+    assert decided(config, deep, 50_257, replace(processor(), memory_bytes=200 * GIB), World(), tmp_path) == (
+        config.model_copy(update={"activation_checkpointing": "none"})
+    )
+    with pytest.raises(TypeError):
+        decided(config, deep, 50_257, replace(processor(), memory_bytes=100 * GIB), World(), tmp_path)
+
+
+def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_does(tmp_path: Path) -> None:
     """Ranks that hold parts of the weights would wait for each other for ever, where one has more micro-batches."""
 
     class Company(World):
@@ -183,8 +212,14 @@ def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_does() -> No
 
     device = replace(processor(), memory_bytes=64 * GIB)
     config = training(micro_batch_tokens="auto", global_batch_tokens=64 * SMALL.context_length)
-    found = [decided(config, SMALL, 256, device, world).micro_batch_tokens for world in (World(), Company())]
-    assert found[0] != found[1] == 3 * SMALL.context_length
+    folders = [tmp_path / "alone", tmp_path / "company"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (
+        decided(config, SMALL, 256, device, world, folder).micro_batch_tokens
+        for world, folder in zip((World(), Company()), folders, strict=True)
+    )
+    assert one != other == 3 * SMALL.context_length
 
 
 def test_ranks_that_take_turns_on_a_core_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +242,23 @@ def test_what_needs_more_than_linux_lends_a_gpu_says_which_setting_lends_it() ->
         assert made.choice.fits
         assert (made.choice.peak_bytes > 32 * GIB) == told
         assert any("32.00 GiB until ttm.pages_limit" in line for line in made.lines()) == told
+
+
+def test_a_plan_tells_the_memory_of_the_host_and_refuses_what_it_cannot_hold() -> None:
+    on_card = plan(GPT2, 50_257, card())
+    weights, file = 4 * on_card.ask.what.parameters, memory.FILE_BYTES
+    assert on_card.host == {"processes": memory.PROCESS_BYTES, "saving": 3 * weights + file}
+    assert on_card.facts()["host_memory_bytes"] is None
+    shared = replace(card(), host_bytes=GIB)
+    held = plan(GPT2, 50_257, shared)
+    assert held.choice.peak_bytes < shared.usable_bytes
+    assert not held.choice.fits
+    assert held.why == "does not fit into the computer's own memory"
+    assert "of the computer's own 1.0 GiB" in verdict({"pretrain": held})[0]
+    small = replace(card(), host_bytes=2 * GIB)
+    assert plan(GPT2, 50_257, small, optimizer={"kind": "adamw8bit"}).choice.fits
+    cpu = replace(room(replace(processor(), memory_bytes=64 * GIB)), precision="float32")
+    assert cpu.host_bytes == 64 * GIB
+    made = plan(GPT2, 50_257, cpu)
+    assert made.host["training"] == made.choice.peak_bytes, "which is the same memory"
+    assert made.host["saving"] == 3 * weights + file

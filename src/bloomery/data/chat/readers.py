@@ -59,7 +59,7 @@ def digest(read: Iterable[ChatSourceConfig]) -> str:
     hashes = []
     for source in read:
         if isinstance(source, ChatFiles):
-            hashes += [_sha256(path) for _, path in _local(source)]
+            hashes += [_sha256(path) for _, path in local_files(source)]
         elif not isinstance(source, ToyChats):
             hashes.append(download.digest(source.repository))
     return " ".join(hashes)
@@ -95,7 +95,7 @@ def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
 def _files(source: Shaped) -> Iterator[_File]:
     """Every file of a source, downloaded when its turn comes. Raises DataError where there are none."""
     if isinstance(source, ChatFiles):
-        for name, path in _local(source):
+        for name, path in local_files(source):
             yield _File(source, path, name, str(path))
         return
     assert isinstance(source, ChatHub | ChatPreset)
@@ -113,7 +113,7 @@ def _files(source: Shaped) -> Iterator[_File]:
         yield _File(source, path, file.name, where)
 
 
-def _local(source: ChatFiles) -> list[tuple[str, Path]]:
+def local_files(source: ChatFiles) -> list[tuple[str, Path]]:
     """Name and path of the files of a source. In a folder, of those that can hold conversations."""
     files = local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
     if source.kind == "jsonl":

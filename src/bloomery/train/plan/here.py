@@ -4,19 +4,26 @@ import os
 import time
 from dataclasses import replace
 from functools import cache
-from typing import get_args
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.io import write_json
+from bloomery.core.records import read_record
 from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
+from bloomery.hw.host import Host, memory_bytes
 from bloomery.hw.launcher import cores
 from bloomery.model.config import ModelConfig
-from bloomery.train.config import Training
+from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import report
-from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, usable
-from bloomery.train.plan.search import best
+from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, TrainSetup, usable
+from bloomery.train.plan.search import Candidate, best, first_fitting
 from bloomery.train.precision import short
 
 import torch
@@ -29,8 +36,8 @@ PROCESSOR_GAPS = 1.5
 def here(config: Training, devices_wanted: int = 1) -> Machine:
     """This machine as the target of a section, with the measured peaks of its matmuls."""
     device = devices.find(config.device)
-    if config.precision != "auto":
-        device = replace(device, compute_dtype=getattr(torch, config.precision))
+    if config.compute_dtype != "auto":
+        device = replace(device, compute_dtype=getattr(torch, config.compute_dtype))
     machine = room(device, devices_wanted, devices_wanted)
     flops, bandwidth = measured_peak(device), copied_per_second(device)
     exact = flops if machine.precision == "float32" else measured_peak(replace(device, compute_dtype=torch.float32))
@@ -68,21 +75,71 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
         bandwidth=None,
         precision=_format(device.compute_dtype),
         processor=processor,
+        host_bytes=_host_bytes(device) if together == devices_wanted else None,  # else on several hosts
     )
 
 
-def decided(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> Training:
+def _host_bytes(device: Device) -> int | None:
+    return memory_bytes(Host.here()) if device.torch_device.type != "cpu" else device.memory_bytes or None
+
+
+DECIDED = "decided.json"
+
+
+class Decided(TypedDict):
+    """What a run has decided, and for what: it is taken up again on the same devices."""
+
+    on: list[str | int]
+    micro_batch_tokens: Annotated[int, Field(ge=1)]
+    activation_checkpointing: Level
+
+
+def decided(
+    config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World, folder: Path
+) -> Training:
     """
-    A section with its micro-batch, if the recipe leaves that open. It follows from the model's shape and the whole
-    memory of the device, so that a resumed run decides the same. All ranks take the most that fits on each rank.
+    A section with its micro-batch and its recomputation, if the recipe leaves those open. They follow from the model's
+    shape and the whole memory of the device. All ranks recompute what one has to, and take the most that fits on each.
+
+    `folder` keeps the decision, so that a resumed run computes as before, also in another version of Bloomery.
     """
-    if config.micro_batch_tokens != "auto":
+    asked = {name: getattr(config, name) for name in ("micro_batch_tokens", "activation_checkpointing")}
+    if "auto" not in asked.values():
         return config
+    on: list[str | int] = [device.name, device.memory_bytes, world.size, *map(str, asked.values())]
+    with world.alike():
+        known = _kept(folder / DECIDED, on) if world.is_first else None
+    known = world.broadcast(known) or _decide(config, model, vocab_size, device, world)
+    if world.is_first:
+        write_json(folder / DECIDED, {"on": on, **known})
+    return config.model_copy(update=known)
+
+
+def _kept(file: Path, on: list[str | int]) -> dict[str, Any] | None:
+    """What was decided for the same devices and settings; None where nothing was."""
+    fix = "Remove it to decide again. The resumed run may then differ in the last bits."
+    saved = read_record(file, Decided, fix=fix) if file.exists() else None
+    if saved is None or saved["on"] != on:
+        return None
+    return {name: saved[name] for name in ("micro_batch_tokens", "activation_checkpointing")}
+
+
+def _decide(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> dict[str, Any]:
     target = room(device, world.size, distributed.ranks_here(world))
     ask = report.asked("", config, model, vocab_size, target)
-    candidate = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
-    tokens = USUAL_TOKENS if candidate is None else candidate.way.rows * model.context_length
-    return config.model_copy(update={"micro_batch_tokens": min(world.gather(tokens))})
+
+    def find(way: TrainSetup) -> Candidate:
+        return best(ask, ask.what, way, target)
+
+    if not target.memory_bytes:
+        level, tokens = ask.way.activation_checkpointing, USUAL_TOKENS
+    else:
+        level = first_fitting(ask, find).way.activation_checkpointing
+        level = LEVELS[max(world.gather(LEVELS.index(level)))] if ask.levels else level
+        tokens = find(replace(ask.way, activation_checkpointing=level)).way.rows * model.context_length
+    if config.micro_batch_tokens != "auto":
+        tokens = config.micro_batch_tokens
+    return {"micro_batch_tokens": min(world.gather(tokens)), "activation_checkpointing": level}
 
 
 def _format(dtype: torch.dtype) -> NumberType:

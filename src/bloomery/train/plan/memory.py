@@ -3,9 +3,9 @@ Estimate what a run needs before it allocates anything: parameters, memory, work
 
 Everything is arithmetic on the recipe and needs no torch. Per device, memory consists of:
 
-    weights        4 bytes each; in a base that is frozen, the matrices of blocks by `FROZEN_BYTES`; a reference model
-                   that stays in memory counts here too
-    gradients      4 bytes a weight that is trained
+    weights        4 bytes each, or 2 where weight_dtype = "bfloat16"; in a base that is frozen, the matrices of blocks
+                   by `FROZEN_BYTES`; a reference model that stays in memory counts here too
+    gradients      as many bytes as a weight that is trained
     optimizer      bytes a parameter that is trained, by `OPTIMIZER_BYTES`
     copies         2 bytes a weight that takes part in matmuls, unless precision = "float32", while a micro-batch is
                    computed; with recomputed blocks, only those of one block at a time
@@ -75,6 +75,9 @@ BASE_WHOLE = "a frozen base lies whole on each device"
 """Why a model is not to be sharded."""
 
 
+ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
+
+
 def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
     """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
     if config.parallelism == "none" or ranks == 1:
@@ -89,6 +92,11 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
             SCALES_WHOLE,
             'Say optimizer.kind="adamw".',
+        ),
+        (
+            'weight_dtype="bfloat16"' if config.weight_dtype == "bfloat16" else "",
+            ROUNDED_WHOLE,
+            'Say weight_dtype="float32".',
         ),
         (
             "training of adapters (LoRA)" if adapters else "",
@@ -174,6 +182,8 @@ class Machine:
     """Whether it is one, and a run has other code, and no memory but the machine's."""
     shared: bool = False
     """Whether its memory is the host's too, as a CPU's is."""
+    host_bytes: int | None = None
+    """Memory of the host, which is the same where that is shared. None: nothing is known of the host."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
 
@@ -216,6 +226,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         precision=precision,
         peaks=entry.flops,
         shared=entry.shared,
+        host_bytes=size if entry.shared else None,
         lent_bytes=size // 2 if entry.gtt else None,
     )
 
@@ -279,6 +290,12 @@ class TrainSetup:
     sharded: bool = False
     """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
     devices: int = 1
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights that are trained."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 if self.weight_dtype == "bfloat16" else BYTES
 
     @property
     def bytes_per_number(self) -> int:
@@ -329,6 +346,8 @@ class Workload:
     """Whether on one, where attention may keep its weights."""
     lora: Lora | None = None
     """What a recipe says of adapters, where it has some."""
+    initialized: bool = False
+    """Whether its weights are made, and not read."""
     reference: bool = False
     """Whether memory holds a copy of the initial model too. Adapters need no copy: the base below them is frozen."""
 
@@ -349,8 +368,8 @@ class Workload:
             else self.lora.model_copy(update={"base_dtype": base})
         )
 
-    def reference_bytes(self, method: Method) -> int:
-        return BYTES * self.parameters if self.reference and method == "full" else 0
+    def reference_bytes(self, way: "TrainSetup") -> int:
+        return way.weight_bytes * self.parameters if self.reference and way.method == "full" else 0
 
 
 def remembered_bytes(what: Workload, way: TrainSetup) -> int:
@@ -364,7 +383,7 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
     num_shards = way.devices if way.sharded else 1
-    trained = facts.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
+    trained = trained_parameters(what, way)
     adapters = 0 if way.method == "full" else trained
     tokens = way.rows * what.model.context_length
     b = way.bytes_per_number
@@ -373,16 +392,64 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     return MemoryEstimate(
-        weights=(base_bytes(what, way.method) + BYTES * adapters) // num_shards + what.reference_bytes(way.method),
-        gradients=BYTES * trained // num_shards,
+        weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
+        gradients=way.weight_bytes * trained // num_shards,
         optimizer=remembered_bytes(what, way) // num_shards,
-        copies=0 if way.sharded or b == BYTES else b * copied,
+        copies=0 if way.sharded or b == way.weight_bytes else b * copied,
         activations=tokens
         * activation_bytes_per_token(what.model, way.activation_checkpointing, b, written_out=what.processor),
         logits=logits_bytes(what, way),
-        update=5 * BYTES * min(UPDATE_NUMBERS, trained) // num_shards,
+        update=(5 * BYTES * min(UPDATE_NUMBERS, trained) + rounded_bytes(what, way)) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
+
+
+PROCESS_BYTES = 330 * 2**20
+"""Of a process that has loaded torch and its libraries, before the first tensor; measured with torch 2.13 on a CPU."""
+FILE_BYTES = 256 * 2**20
+"""Of a save: as `weights.checkpoint.FILE_BYTES`, put together in memory."""
+HOST_SHARE = 0.95
+"""Of the memory of a host, that the processes of a run may use."""
+
+
+def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> dict[str, int]:
+    """
+    Bytes of the host's memory, by what takes them: processes, loading, training in the same memory, and saving.
+
+    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank. A save copies
+    trained weights and optimizer. Loading ends before the first save, so the larger of the two counts.
+    """
+    weights = loaded_bytes(what, way)
+    largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
+    loading = target.devices * (weights + largest)
+    copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
+    saving = copies + min(copies, FILE_BYTES)
+    process = {"processes": target.devices * PROCESS_BYTES}
+    if target.processor or target.shared:
+        training = target.devices * peak_bytes + saving
+        if training >= loading:
+            return process | {"training": target.devices * peak_bytes, "saving": saving}
+    return process | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+def fits(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:
+    """Whether a device holds the peak, and the host what it has to hold."""
+    host = target.host_bytes is None or in_host(what, way, target, peak_bytes)
+    return peak_bytes <= target.usable_bytes and host
+
+
+def in_host(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:
+    assert target.host_bytes is not None
+    return sum(host_needs(what, way, target, peak_bytes).values()) <= HOST_SHARE * target.host_bytes
+
+
+def loaded_bytes(what: Workload, way: TrainSetup) -> int:
+    """Of a model while it is read, in its format; while it is initialized, in float32."""
+    return BYTES * what.parameters if what.initialized else base_bytes(what, way)
+
+
+def trained_parameters(what: Workload, way: TrainSetup) -> int:
+    return what.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
 
 
 def largest_matrix(model: ModelConfig) -> int:
@@ -405,11 +472,17 @@ def adapter_parameters(model: ModelConfig, rank: int) -> int:
     return total
 
 
-def base_bytes(what: Workload, method: Method) -> int:
+def rounded_bytes(what: Workload, way: TrainSetup) -> int:
+    """Of the largest weight and its gradient in float32, while an update of bfloat16 is computed."""
+    table = what.vocab_size * what.model.hidden_size
+    return 0 if way.weight_bytes == BYTES else 2 * BYTES * max(table, largest_matrix(what.model))
+
+
+def base_bytes(what: Workload, way: TrainSetup) -> int:
     """Of the weights that were there before the additions."""
-    facts = cost(what.model, what.vocab_size)
+    facts, method = cost(what.model, what.vocab_size), way.method
     if method == "full":
-        return BYTES * facts.parameters
+        return way.weight_bytes * facts.parameters
     blocks = facts.matmul_parameters - what.vocab_size * what.model.hidden_size
     return int(BYTES * (facts.parameters - blocks) + FROZEN_BYTES[method] * blocks)
 
@@ -421,7 +494,7 @@ def logits_bytes(what: Workload, way: TrainSetup) -> int:
     scores = tokens * what.vocab_size * (b if what.processor else b + BYTES)
     if way.method != "full":
         return scores
-    return scores + table * (BYTES + (b if b < BYTES else BYTES))
+    return scores + table * (way.weight_bytes + b)
 
 
 def gathered_bytes(what: Workload, way: TrainSetup) -> int:
@@ -445,11 +518,11 @@ TOKEN_BYTES = {True: 2, False: 4}
 def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
     """Of a stage that trains: checkpoints that stay, one to go back to, one that is being written, and the model."""
     whole = needs(what, TrainSetup(rows=1, method=way.method, rank=way.rank, precision=way.precision))
-    model = BYTES * what.parameters if way.method == "full" else BYTES * adapter_parameters(what.model, way.rank)
+    model = way.weight_bytes * trained_parameters(what, way)
     checkpoint = model + whole.optimizer
     kept = 0 if config.keep_every is None else config.steps // config.keep_every
     return (config.keep_last + 2 + kept + config.keeps_best) * checkpoint + (
-        model if way.method == "full" else base_bytes(what, "full")
+        model if way.method == "full" else BYTES * what.parameters
     )
 
 

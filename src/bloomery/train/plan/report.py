@@ -10,7 +10,7 @@ from typing import Any
 
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
-from bloomery.train.config import Training
+from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
 from bloomery.train.plan.memory import (
     BASES,
@@ -18,6 +18,8 @@ from bloomery.train.plan.memory import (
     TrainSetup,
     Workload,
     check_shard,
+    host_needs,
+    in_host,
     kv_bytes,
     remarks,
     rows_at_once,
@@ -30,6 +32,7 @@ from bloomery.train.plan.search import (
     alternatives,
     cheapest_change,
     devices_needed,
+    first_fitting,
     fitting,
     pace,
     products_per_token,
@@ -66,9 +69,13 @@ class PlanReport:
 
     @property
     def seconds(self) -> float | None:
-        """None where the choice does not fit, or no speed is known."""
+        """None where the choice does not fit, or no speed or number of steps is known."""
+        return self.step_seconds * self.ask.steps if self.step_seconds and self.ask.steps else None
+
+    @property
+    def step_seconds(self) -> float | None:
         rate = self.tokens_per_second if self.choice.fits else None
-        return self.ask.tokens / rate if rate else None
+        return self.ask.step_tokens / rate if rate else None
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
@@ -78,8 +85,10 @@ class PlanReport:
         hours = None if seconds is None else seconds / 3600
         return {
             "parameters": ask.what.parameters,
-            "tokens": ask.tokens,
-            "flops": flops,
+            "steps": ask.steps or None,
+            "steps_from": ask.steps_from,
+            "tokens": ask.tokens if ask.steps else None,
+            "flops": flops if ask.steps else None,
             **{f"{name}_bytes": size for name, size in self._sizes().items()},
             "kv_bytes": kv_bytes(ask.what.model),
             "peak_bytes": choice.peak_bytes,
@@ -91,10 +100,13 @@ class PlanReport:
             "memory_bytes": target.memory_bytes,
             "usable_bytes": target.usable_bytes,
             "fits": choice.fits,
+            "host_bytes": sum(self.host.values()),
+            "host_memory_bytes": target.host_bytes,
             "tokens_per_second": _round(self.tokens_per_second),
             "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
             "speed_from": self._speed_from(choice),
             "seconds": _round(seconds),
+            "seconds_per_step": _round(self.step_seconds),
             "cost": None if hours is None or self.price.per_hour is None else round(hours * self.price.per_hour, 2),
             "kilowatt_hours": None
             if hours is None or self.price.watts is None
@@ -119,6 +131,7 @@ class PlanReport:
             "activation_checkpointing": way.activation_checkpointing,
             "precision": way.precision,
             "method": way.method,
+            "weight_dtype": way.weight_dtype,
             "sharded": way.sharded,
             "devices": way.devices,
             "optimizer": candidate.what.optimizer.kind,
@@ -141,11 +154,13 @@ class PlanReport:
     def lines(self) -> list[str]:
         """As text."""
         ask, choice = self.ask, self.choice
-        facts = self.facts()
+        facts, each = self.facts(), "" if ask.steps else " a step"
+        flops = products_per_token(ask.what, choice.way) * ask.tokens
         lines = [
-            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens, {facts['flops']:.3g} FLOPs, "
+            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens{each}, {flops:.3g} FLOPs{each}, "
             f"on {self._target()}",
             f"  memory   {self._components()}",
+            f"  host     {self._host()}",
             f"  choice   {describe(choice)}: {self.why}",
         ]
         if not choice.fits:
@@ -184,9 +199,8 @@ class PlanReport:
         groups: dict[Any, list[Candidate]] = {}
         for candidate, missing in self.others:
             if not missing:
-                groups.setdefault((candidate.way.method, candidate.way.precision, candidate.way.sharded), []).append(
-                    candidate
-                )
+                way = candidate.way
+                groups.setdefault((way.method, way.precision, way.sharded, way.weight_dtype), []).append(candidate)
         shown = []
         for group in groups.values():
             fitting = [one for one in group if one.fits]
@@ -200,6 +214,21 @@ class PlanReport:
         several = f"{target.devices} ranks, each with its share of " if target.processor else f"{target.devices} x "
         count = several if target.devices > 1 else ""
         return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of the host's memory that the choice takes, by `HOST_PARTS`."""
+        return host_needs(self.ask.what, self.choice.way, self.target, self.choice.peak_bytes)
+
+    @property
+    def fits_in_host(self) -> bool:
+        choice = self.choice
+        return self.target.host_bytes is None or in_host(choice.what, choice.way, self.target, choice.peak_bytes)
+
+    def _host(self) -> str:
+        there = "" if self.target.host_bytes is None else f" of {_size(self.target.host_bytes)}"
+        breakdown = " + ".join(f"{HOST_PARTS[name]} {_size(size)}" for name, size in self.host.items())
+        return f"{_size(sum(self.host.values()))}{there} of the computer's own memory = {breakdown}"
 
     def _sizes(self) -> dict[str, int]:
         """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
@@ -223,15 +252,18 @@ class PlanReport:
         return [f"  fix      none of this software's ways fits; a smaller model or context would{more}"]
 
     def _time(self) -> str:
-        if self.seconds is None or self.choice.pace is None:
+        if self.step_seconds is None or self.choice.pace is None:
             known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
             return f"unknown: no peak of {known} is known, and none is borrowed"
         share = f"matmuls at {self.target.share:.0%} of the {self.target.flops_from} peak"
         how = "steps of small models, timed here" if self.choice.pace.timed else share
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        text = f"{duration(self.seconds)} at about {rate:,.0f} tokens/s ({how}; "
+        whole = f"{self.step_seconds:,.2f} seconds a step" if self.seconds is None else duration(self.seconds)
+        text = f"{whole} at about {rate:,.0f} tokens/s ({how}; "
         text += f"{most:,.0f} if nothing else took time"
         text += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
+        if self.seconds is None:
+            return text
         hours = self.seconds / 3600
         if self.price.per_hour is not None:
             text += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
@@ -252,6 +284,12 @@ PARTS = {
     "libraries": "libraries",
 }
 """Of the peak, as `planning.needs` tells them, and what libraries keep for themselves."""
+HOST_PARTS = {
+    "processes": "processes",
+    "loading": "loading the model",
+    "training": "training",
+    "saving": "copies of a save",
+}
 MOMENTS = {"loading": "while the model is made", "micro-batch": "in a micro-batch", "update": "in the update"}
 METHODS = {
     "full": "all weights",
@@ -268,7 +306,7 @@ def _origin(candidate: Candidate) -> str:
 
 def describe(candidate: Candidate, *, rows: bool = True) -> str:
     way = candidate.way
-    method = METHODS[way.method]
+    method = METHODS[way.method] + (" in bfloat16" if way.weight_dtype == "bfloat16" else "")
     parts = [
         method,
         way.precision,
@@ -298,10 +336,11 @@ def duration(seconds: float) -> str:
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
     """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
-    precision = target.precision if config.precision == "auto" else config.precision
+    precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
     explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context_length)
     rows = rows_per_step(config, model.context_length)
     lora: Lora | None = getattr(config, "lora", None)
+    level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     sharded = check_shard(config, target.devices, adapters=lora is not None)
     return PlanRequest(
         stage=stage,
@@ -311,21 +350,25 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             optimizer=config.optimizer,
             processor=target.processor,
             lora=lora,
+            initialized=stage == "pretrain" and getattr(config, "start_from", None) is None,
             reference=config.keeps_reference,
         ),
         rows_per_step=rows,
-        steps=config.steps or 1,
+        steps=config.steps,
+        steps_from="recipe" if config.steps else "unknown",
         way=TrainSetup(
             rows=min(explicit, -(-rows // target.devices)),
-            activation_checkpointing=config.activation_checkpointing,
+            activation_checkpointing=level,
             precision=precision,
             devices=target.devices,
             method="full" if lora is None else BASES[lora.base_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
             sharded=sharded,
+            weight_dtype=config.weight_dtype,
         ),
         available=frozenset(type(config).model_fields),
         compiled=config.compile != "off",
+        levels=LEVELS if config.activation_checkpointing == "auto" else (),
         besides=config.not_planned,
     )
 
@@ -334,7 +377,7 @@ def planned(
     ask: PlanRequest, config: Training, target: Machine, check: FitCheck | None = None, price: HourlyPrice | None = None
 ) -> PlanReport:
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
-    choice = fitting(ask, ask.what, ask.way, target, check)
+    choice = first_fitting(ask, lambda way: fitting(ask, ask.what, way, target, check))
     faster = _faster(choice, ask, target)
     ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target)]
     return PlanReport(
@@ -372,10 +415,14 @@ def _as_fast(candidate: Candidate, faster: float) -> Candidate:
 
 def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
     if not choice.fits:
+        if choice.peak_bytes <= target.usable_bytes:
+            return "does not fit into the computer's own memory"
         floor = choice.needs.resting + choice.needs.gradients
         if floor > target.usable_bytes:
             return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
         return "does not fit: no room for activations next to weights and optimizer"
+    if ask.levels and choice.way.activation_checkpointing != "none":
+        return "recomputes as little as needed to fit"
     if ask.way.rows:
         return "as the recipe says, and it fits"
     batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))

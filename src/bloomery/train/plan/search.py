@@ -19,7 +19,7 @@ know how they are connected.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from bloomery.model.config import cost
 from bloomery.train.config import AdamW8bit, Level
@@ -27,6 +27,7 @@ from bloomery.train.plan.memory import (
     BASE_WHOLE,
     COMPILED_WHOLE,
     FROZEN_BYTES,
+    ROUNDED_WHOLE,
     SCALES_WHOLE,
     USUAL_TOKENS,
     Machine,
@@ -37,6 +38,7 @@ from bloomery.train.plan.memory import (
     Workload,
     activation_bytes_per_token,
     adapter_parameters,
+    fits,
     needs,
 )
 
@@ -115,6 +117,7 @@ class PlanRequest:
     rows_per_step: int
     """Of the whole global batch."""
     steps: int
+    """0 where nothing tells how many there are."""
     way: TrainSetup
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
@@ -122,10 +125,19 @@ class PlanRequest:
     compiled: bool = False
     besides: str = ""
     """What the stage does that is in no number of the plan."""
+    levels: tuple[Level, ...] = ()
+    """Of activation checkpointing, where the recipe leaves it open: the first that fits is taken."""
+    steps_from: Literal["recipe", "packed", "estimated", "unknown"] = "recipe"
+    """What tells the number of steps: the recipe, packed sequences, or the size of the files of conversations."""
+
+    @property
+    def step_tokens(self) -> int:
+        return self.rows_per_step * self.what.model.context_length
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.rows_per_step * self.what.model.context_length
+        """Of all steps; of one step where their number is not known."""
+        return (self.steps or 1) * self.step_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +183,21 @@ def _eight_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
     return replace(what, optimizer=AdamW8bit()), replace(way, activation_checkpointing="full", sharded=False)
 
 
+def _bfloat16(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    what, way = _eight_bits(what, way)
+    return what, replace(way, weight_dtype="bfloat16")
+
+
 def _shard(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
     return what, replace(way, sharded=way.devices > 1, activation_checkpointing="full")
 
 
 def _adapters(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="lora", activation_checkpointing="full", sharded=False)
+    return what, replace(way, method="lora", weight_dtype="float32", activation_checkpointing="full", sharded=False)
 
 
 def _four_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="nf4", activation_checkpointing="full", sharded=False)
+    return what, replace(way, method="nf4", weight_dtype="float32", activation_checkpointing="full", sharded=False)
 
 
 CHANGES = (
@@ -193,6 +210,12 @@ CHANGES = (
         say='{stage}.activation_checkpointing="full" {stage}.optimizer={{kind="adamw8bit"}}',
         setting="",
         make=_eight_bits,
+    ),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.optimizer={{kind="adamw8bit"}} '
+        '{stage}.weight_dtype="bfloat16"',
+        setting="weight_dtype",
+        make=_bfloat16,
     ),
     Change(
         say='{stage}.activation_checkpointing="full" {stage}.lora.base_dtype="bfloat16"', setting="lora", make=_adapters
@@ -211,7 +234,7 @@ def option(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -
         what=what,
         needs=needed,
         peak_bytes=needed.peak,
-        fits=needed.peak <= target.usable_bytes,
+        fits=fits(what, way, target, needed.peak),
         pace=pace(what, way, target, ask.rows_per_step),
     )
 
@@ -240,10 +263,18 @@ def alternatives(ask: PlanRequest, target: Machine) -> list[tuple[Candidate, str
     ways = [replace(free, activation_checkpointing=level) for level in get_args(Level)]
     if target.devices > 1:
         ways += [replace(way, sharded=not ask.way.sharded) for way in ways]
-    ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in ways]
+    halves = [replace(way, weight_dtype="bfloat16") for way in ways if _may_halve(way)]
+    whole = [replace(way, weight_dtype="float32") for way in ways]
+    ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in whole]
+    ways += halves or (whole if ask.way.weight_bytes == 2 else [])
     if ask.way.precision != "float32":
-        ways.append(replace(free, precision="float32"))
+        ways.append(replace(free, precision="float32", weight_dtype="float32"))
     return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way)) for way in ways]
+
+
+def _may_halve(way: TrainSetup) -> bool:
+    """Whether weights could be kept in bfloat16, which are not yet."""
+    return way.method == "full" and way.weight_bytes > 2 and way.precision == "bfloat16" and not way.sharded
 
 
 def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
@@ -251,6 +282,10 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
         return f"{ask.stage} trains all weights"
     if way.sharded and way.method != "full":
         return BASE_WHOLE
+    if way.method == "full" and way.weight_bytes == 2 and way.precision != "bfloat16":
+        return "weights in bfloat16 are multiplied as they are"
+    if way.sharded and way.weight_bytes == 2:
+        return ROUNDED_WHOLE
     if way.sharded and what.optimizer.kind == "adamw8bit":
         return SCALES_WHOLE
     return COMPILED_WHOLE if way.sharded and ask.compiled else ""
@@ -265,6 +300,13 @@ def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, 
     while not candidate.fits and not way.rows and candidate.way.rows > 1:
         candidate = check(ask, target, best(ask, what, replace(way, rows=candidate.way.rows // 2), target))
     return candidate
+
+
+def first_fitting(ask: PlanRequest, find: Callable[[TrainSetup], Candidate]) -> Candidate:
+    """What `find` makes of the first level of recomputation that fits, of those that are open; else of the last."""
+    levels = ask.levels or (ask.way.activation_checkpointing,)
+    candidates = (find(replace(ask.way, activation_checkpointing=level)) for level in levels)
+    return next(one for one in candidates if one.fits or one.way.activation_checkpointing == levels[-1])
 
 
 def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = None) -> tuple[str, Candidate] | None:

@@ -47,17 +47,18 @@ from bloomery.model import lora as model_lora
 from bloomery.model import quantize
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
-from bloomery.train.plan.memory import Machine, Moment, TrainSetup
+from bloomery.train.plan.memory import Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, keep_weights
 from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
+from bloomery.weights.opened import own_weights, put_weight
 
 import torch
 from torch import Tensor, nn
@@ -223,6 +224,7 @@ class TracedStep:
     on_processor: bool = True
     ranks: int = 1
     """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
+    weight_dtype: str = "float32"
     lora: Lora | None = None
     """The adapters that are trained on frozen weights. None: all weights are trained."""
 
@@ -237,11 +239,19 @@ class TracedStep:
 
     def load(self, *, initialized: bool = False) -> Transformer:
         """The model as a stage hands it to the loop, with weights of any value unless it is to be initialized."""
-        model = Transformer(self.model, self.vocab_size)
-        if initialized:
-            model.initialize(0)
-        if self.lora is not None:
-            model_lora.attach(model, self.lora, seed=0)
+        if self.lora is None:
+            model = Transformer(self.model, self.vocab_size)
+            if initialized:
+                model.initialize(0)
+            keep_weights(model, self.weight_dtype)
+            return model
+        model = on_meta(self.model, self.vocab_size)  # a frozen base is read weight by weight
+        for name, weight in own_weights(model).items():
+            numbers = torch.empty(weight.shape).normal_(0.0, 0.02) if initialized else torch.empty(weight.shape)
+            put_weight(model, name, numbers, "float32", "cpu", self.lora.base_dtype)
+        if self.model.tie_embeddings:
+            model.head.weight = model.embed.weight
+        model_lora.attach(model, self.lora, seed=0)
         return model
 
     def prepare(self, model: Transformer, precision: Precision) -> Optimizers:
@@ -254,7 +264,7 @@ class Traced(NamedTuple):
     """Bytes of tensors, and what a micro-batch and an update ask of the device."""
 
     loading: int
-    """The most while the model is built: on a CPU, all weights exist in full before they are frozen."""
+    """The most while the model is built, on a CPU: each weight exists in full before it is frozen."""
     resting: int
     """Weights, and what the optimizer remembers."""
     learning: int
@@ -552,9 +562,9 @@ def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
     what = traced_step(option, option.way.rows * option.way.devices < ask.rows_per_step)
     traced = trace(what)
     moment, kept = traced.at_peak
-    kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
+    kept["weights"] += option.what.reference_bytes(option.way)  # which takes part in no step that is traced
     peak = sum(kept.values())
-    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
+    option = replace(option, peak_bytes=peak, fits=fits(option.what, option.way, target, peak), traced=(moment, kept))
     if target.flops_from != "measured" or option.pace is None or option.way.sharded:  # others are waited for there
         return option
     seconds = timed(what, _device(target))
@@ -585,5 +595,6 @@ def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
         accumulates=accumulates,
         on_processor=option.what.processor,
         ranks=option.way.devices if option.way.sharded else 1,
+        weight_dtype=option.way.weight_dtype,
         lora=option.what.adapters(option.way),
     )
