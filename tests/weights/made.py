@@ -1,6 +1,10 @@
 """Model folders, and run folders that hold them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from bloomery.core import io as core_io
 from bloomery.core.io import MANIFEST
@@ -10,6 +14,8 @@ from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
+
+import torch
 
 FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "finetune": "10-finetune-cccccccc"}
 
@@ -32,3 +38,12 @@ def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
     root.mkdir(exist_ok=True)
     core_io.write_json(root / "current.json", FOLDERS)
     return root
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Norms and rotary positions of both programs convert to float32 by these names, which are float64 here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield

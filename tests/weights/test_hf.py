@@ -28,10 +28,12 @@ from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.weights import architectures, hf
 from bloomery.weights.hf import CONFIG, LINEAGE, WEIGHTS, Lineage
+from bloomery.weights.llama import llama_name
 from bloomery.weights.safetensors import INDEX
 from tests.model.made import CHOICES, SHAPES, lively, random_config, random_ids, scores
 from tests.tokenizer.made import TEXTS, small, training_texts
 from tests.tokenizer.test_train import theirs as trained_elsewhere
+from tests.weights.made import in_float64
 
 import safetensors.torch
 import torch
@@ -525,20 +527,32 @@ def by_formula(weights: dict[str, torch.Tensor], ids: torch.Tensor, *, alibi: bo
         gate, up = (h @ weights[f"{at}mlp.{which}_proj.weight"].T for which in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ weights[f"{at}mlp.down_proj.weight"].T
     head = weights["lm_head.weight"]
-    scores: torch.Tensor = normed(x, "model.norm.weight") @ (head / head.norm(dim=1, keepdim=True)).T
-    return scores
+    logits: torch.Tensor = normed(x, "model.norm.weight") @ (head / head.norm(dim=1, keepdim=True)).T
+    return logits
 
 
 @pytest.mark.parametrize("size", ["7B", "13B"])
-def test_baichuan2_is_read_without_its_code_and_computes_what_its_formulas_say(size: str, tmp_path: Path) -> None:
+def test_baichuan2_is_read_without_its_code_and_computes_and_learns_what_its_formulas_say(
+    size: str, tmp_path: Path
+) -> None:
     rows = plain_tokenizer(tmp_path)
     weights = baichuan(tmp_path, rows, max_position_embeddings=40 if size == "7B" else None)
-    found = hf.load(tmp_path).model
-    assert found.config.position_embedding == ("rope" if size == "7B" else "alibi")
+    model = hf.load(tmp_path).model
+    assert model.config.position_embedding == ("rope" if size == "7B" else "alibi")
     ids = random_ids(1, 30, 1, rows)
     expected = by_formula(weights, ids[0], alibi=size == "13B")
     assert float(expected.std()) > 0.1
-    assert float((scores(found, ids)[0, :, :rows] - expected).abs().max()) < 1e-5
+    assert float((scores(model, ids)[0, :, :rows] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    model.double()
+    with in_float64():
+        for logits in (model.logits(model(ids))[0, :, :rows], by_formula(exact, ids[0], alibi=size == "13B")):
+            torch.autograd.backward(F.cross_entropy(logits[:-1], ids[0, 1:]))
+    for name, weight in model.named_parameters():
+        grad = exact[llama_name(name)].grad
+        assert weight.grad is not None
+        assert grad is not None
+        assert float((weight.grad - grad).norm()) < 1e-5 * float(grad.norm()), name
 
 
 def test_the_first_generation_has_a_plain_head() -> None:

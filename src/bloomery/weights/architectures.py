@@ -263,6 +263,7 @@ def _describe_phi3(config: ModelConfig) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias", "head_dim"):
         del facts[name]
     facts |= {"sliding_window": one_size(config), "partial_rotary_factor": config.partial_rotary_factor}
+    facts["pad_token_id"] = None  # transformers takes 32000 for it, which a small vocabulary does not have
     if isinstance(scaling := config.rope_scaling, LongRopeScaling):
         original = scaling.original_context_length
         said: dict[str, Any] = {
