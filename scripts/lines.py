@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_060,
     "shards": 1_690,
     "model": 3_500,
-    "weights": 5_540,
+    "weights": 5_640,
     "train": 7_800,
     "generate": 780,
     "evaluation": 4_760,

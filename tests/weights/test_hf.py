@@ -26,12 +26,15 @@ from bloomery.tokenizer.chat_template import Renderer, Template
 from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train
-from bloomery.weights import architectures, hf
+from bloomery.weights import export, hf
+from bloomery.weights.architectures import BAICHUAN1, BAICHUAN2, of_file
 from bloomery.weights.hf import CONFIG, LINEAGE, WEIGHTS, Lineage
+from bloomery.weights.llama import mappings
 from bloomery.weights.safetensors import INDEX
 from tests.model.made import CHOICES, SHAPES, lively, random_config, random_ids, scores
 from tests.tokenizer.made import TEXTS, small, training_texts
 from tests.tokenizer.test_train import theirs as trained_elsewhere
+from tests.weights.made import in_float64
 
 import safetensors.torch
 import torch
@@ -202,10 +205,10 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
 
 def test_every_weight_has_one_counterpart() -> None:
     for config in SHAPES:
-        names = [architectures.llama_name(name) for name in Transformer(config, VOCAB).state_dict()]
+        names = [piece.theirs for piece in mappings(list(Transformer(config, VOCAB).state_dict()))]
         assert len(set(names)) == len(names)
     with pytest.raises(ValueError, match=r"'blocks\.0\.bias' has no counterpart"):
-        architectures.llama_name("blocks.0.bias")
+        mappings(["blocks.0.bias"])
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -525,29 +528,57 @@ def by_formula(weights: dict[str, torch.Tensor], ids: torch.Tensor, *, alibi: bo
         gate, up = (h @ weights[f"{at}mlp.{which}_proj.weight"].T for which in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ weights[f"{at}mlp.down_proj.weight"].T
     head = weights["lm_head.weight"]
-    scores: torch.Tensor = normed(x, "model.norm.weight") @ (head / head.norm(dim=1, keepdim=True)).T
-    return scores
+    logits: torch.Tensor = normed(x, "model.norm.weight") @ (head / head.norm(dim=1, keepdim=True)).T
+    return logits
 
 
 @pytest.mark.parametrize("size", ["7B", "13B"])
-def test_baichuan2_is_read_without_its_code_and_computes_what_its_formulas_say(size: str, tmp_path: Path) -> None:
+def test_baichuan2_is_read_without_its_code_and_computes_and_learns_what_its_formulas_say(
+    size: str, tmp_path: Path
+) -> None:
     rows = plain_tokenizer(tmp_path)
     weights = baichuan(tmp_path, rows, max_position_embeddings=40 if size == "7B" else None)
-    found = hf.load(tmp_path).model
-    assert found.config.position_embedding == ("rope" if size == "7B" else "alibi")
+    model = hf.load(tmp_path).model
+    assert model.config.position_embedding == ("rope" if size == "7B" else "alibi")
     ids = random_ids(1, 30, 1, rows)
     expected = by_formula(weights, ids[0], alibi=size == "13B")
     assert float(expected.std()) > 0.1
-    assert float((scores(found, ids)[0, :, :rows] - expected).abs().max()) < 1e-5
+    assert float((scores(model, ids)[0, :, :rows] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    model.double()
+    with in_float64():
+        for logits in (model.logits(model(ids))[0, :, :rows], by_formula(exact, ids[0], alibi=size == "13B")):
+            torch.autograd.backward(F.cross_entropy(logits[:-1], ids[0, 1:]))
+    for name, weight in model.named_parameters():
+        grad = exact[mappings([name])[0].theirs].grad
+        assert weight.grad is not None
+        assert grad is not None
+        assert float((weight.grad - grad).norm()) < 1e-5 * float(grad.norm()), name
+
+
+def test_baichuan2_13b_goes_back_into_its_own_files_with_a_head_of_length_1(tmp_path: Path) -> None:
+    rows = plain_tokenizer(tmp_path / "theirs")
+    weights = baichuan(tmp_path / "theirs", rows, max_position_embeddings=None)
+    loaded = hf.load(tmp_path / "theirs")
+    export.write(loaded, tmp_path / "back", "hf", "float32")
+    facts = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (facts["architectures"], facts["model_max_length"]) == (["BaichuanForCausalLM"], 40)
+    assert "max_position_embeddings" not in facts
+    files = [safetensors.torch.load_file(tmp_path / name / WEIGHTS) for name in ("theirs", "back")]
+    assert files[0].keys() == files[1].keys()
+    for name in files[0].keys() - {"lm_head.weight"}:
+        assert torch.equal(files[0][name], files[1][name]), name
+    torch.testing.assert_close(files[1]["lm_head.weight"].norm(dim=1), torch.ones(rows))
+    ids = random_ids(1, 30, 1, rows)
+    expected = by_formula(weights, ids[0], alibi=True)
+    again = hf.load(tmp_path / "back").model
+    assert float((scores(again, ids)[0, :, :rows] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 def test_the_first_generation_has_a_plain_head() -> None:
-    from bloomery.weights import architectures
-    from bloomery.weights.architectures import BAICHUAN1, BAICHUAN2
-
     facts = {"architectures": ["BaichuanForCausalLM"]}
-    assert architectures.of_file(facts | {"vocab_size": 64_000}) is BAICHUAN1
-    assert architectures.of_file(facts | {"vocab_size": 125_696}) is BAICHUAN2
+    assert of_file(facts | {"vocab_size": 64_000}) is BAICHUAN1
+    assert of_file(facts | {"vocab_size": 125_696}) is BAICHUAN2
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     heads = [kind.understand(shape | {"max_position_embeddings": 16}) for kind in (BAICHUAN1, BAICHUAN2)]
     assert [config.normalize_head for config in heads] == [False, True]

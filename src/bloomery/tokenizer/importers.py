@@ -191,7 +191,7 @@ def _read(paths: Sequence[Path], pattern: PatternName | None = None, *, foreign:
         if kind == ".bin":
             return _read_llmc(paths[0], pattern)
         if kind == ".model":
-            return read_sentencepiece(paths[0].read_bytes(), str(paths[0]))
+            return read_sentencepiece(paths[0].read_bytes(), str(paths[0]), foreign=foreign)
         if len(paths) == 2:
             return _gpt2(*paths)
         return _json(paths[0].read_text(encoding="utf-8"), str(paths[0]), foreign=foreign)
@@ -391,18 +391,21 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> Sequence[bytes]:
     return parts
 
 
-def read_sentencepiece(data: bytes, where: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a `.model` file. Raises DataError with the reason if the token IDs cannot be the same."""
+def read_sentencepiece(data: bytes, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
+    """
+    The tokenizer of a `.model` file. Raises DataError with the reason if the token IDs cannot be the same. `foreign`:
+    also one that makes runs of spaces one, as the model that was trained with it expects.
+    """
     try:
         model = parse_sentencepiece(data)
     except (IndexError, KeyError, ValueError, struct.error):
         raise DataError("is no SentencePiece model", where=where) from None
-    return of_pieces(model, where)
+    return of_pieces(model, where, foreign=foreign)
 
 
-def of_pieces(model: SentencePieceModel, where: str) -> tokenizers.Tokenizer:
+def of_pieces(model: SentencePieceModel, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
     """The tokenizer of SentencePiece's pieces. Raises DataError with the reason if the token IDs cannot be the same."""
-    if problem := _sentencepiece_problem(model):
+    if problem := _sentencepiece_problem(model, foreign=foreign):
         raise DataError(f"cannot be read with the same token IDs: {problem}", where=where)
     vocab = {piece.text: id for id, piece in enumerate(model.pieces)}
     unknown = next((piece.text for piece in model.pieces if piece.type == UNKNOWN), None)
@@ -415,7 +418,12 @@ def of_pieces(model: SentencePieceModel, where: str) -> tokenizers.Tokenizer:
     )
     inner = tokenizers.Tokenizer(bpe)
     first = [normalizers.Prepend(SPACE)] if model.puts_space_first else []
-    inner.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    squeezed = [
+        normalizers.Replace(tokenizers.Regex(pattern), new)
+        for pattern, new in ((rf"\A +|[ {SPACE}]+\z", ""), (" {2,}", " "))
+        if model.squeezes_space
+    ]
+    inner.normalizer = normalizers.Sequence([*squeezed, *first, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if model.puts_space_first else []
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     inner.decoder = decoders.Sequence(steps)
@@ -427,12 +435,12 @@ def of_pieces(model: SentencePieceModel, where: str) -> tokenizers.Tokenizer:
     return inner
 
 
-def _sentencepiece_problem(model: SentencePieceModel) -> str:
+def _sentencepiece_problem(model: SentencePieceModel, *, foreign: bool) -> str:
     users = [piece.text for piece in model.pieces if piece.type == USER]
     kinds = {1: "unigram", 3: "words", 4: "characters"}
     if model.kind != BPE_KIND:
         return f"it is a model of {kinds.get(model.kind, 'an unknown kind')}, not BPE"
-    if model.charsmap or model.squeezes_space:
+    if model.charsmap or (model.squeezes_space and (users or not foreign)):
         return "it changes text before it encodes it (normalization, or runs of space made one)"
     if any(piece.type == UNUSED for piece in model.pieces):
         return "it has pieces marked as unused"

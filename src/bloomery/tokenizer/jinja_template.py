@@ -525,7 +525,7 @@ class JinjaRenderer:
         self._compiled, self._has_generation = _compiled(template)
         self.hash = sha256_bytes(canonical([template, self._roles, self._variables]))
         self._ends = frozenset(end_ids) | ({tokenizer.end_id} if tokenizer.end_id is not None else frozenset())
-        self.lead, last = self._probed()
+        self.lead, self._header, last = self._probed()
         self.end_ids: frozenset[int] = self._ends | last
 
     def render(self, messages: Sequence[Message], **variables: Any) -> Rendered:
@@ -577,10 +577,14 @@ class JinjaRenderer:
         values |= _data({**self._variables, **variables}) | {"messages": rows}
         return _rendered(self._compiled, values)
 
-    def _probed(self) -> tuple[str, frozenset[int]]:
-        """What an assistant says before its content, and the special token after it: from one question and answer."""
+    def _probed(self) -> tuple[str, str, frozenset[int]]:
+        """
+        What an assistant says before its content, what asks for an answer, and the special token after it: from one
+        question and answer.
+        """
         try:
             asked = self._text(PROBE[:1], {}, add_generation_prompt=True)
+            header = asked.removeprefix(self._text(PROBE[:1], {}))
             whole = self._text(PROBE, {})
         except DataError as error:
             raise DataError(error.what, where="chat template", hint=_HINT) from None
@@ -596,7 +600,8 @@ class JinjaRenderer:
         after = next(
             (id for id, (left, _) in zip(ids, where, strict=True) if left >= end and id in self._special), None
         )
-        return str.__str__(str(lead)), frozenset() if after is None else frozenset({after})
+        ends = frozenset[int]() if after is None else frozenset({after})
+        return str.__str__(str(lead)), "" if header == asked else str.__str__(header), ends
 
     def _answers(self, text: OriginText, messages: Sequence[Message], *, warns: bool = False) -> list[tuple[int, int]]:
         """Where each answer stands in the text: its lead, its content, and what ends it."""
@@ -621,7 +626,10 @@ class JinjaRenderer:
                 self._warned = True
                 what = f"message {number + 1}: the chat template changes {shorten(content)!r} to {shorten(written)!r}"
                 info(f"{what}; the loss is on what it writes", "yellow")
-            if self.lead and str.endswith(text[:begin], self.lead):
+            asked = str.rfind(text, self._header, 0, begin) + len(self._header) if self._header else begin
+            if len(self._header) <= asked < begin and set(text._from[asked:begin]) == {_code(STRUCTURE)}:
+                begin = asked  # it says all that the template writes after that, as the opening of a thought
+            elif self.lead and str.endswith(text[:begin], self.lead):
                 begin -= len(self.lead)
             after = ending.match(text, end) if ending else None
             if after and set(text._from[end : after.end()]) == {_code(STRUCTURE)}:

@@ -11,7 +11,7 @@ one tensor of theirs. It corresponds to one tensor of ours, or to several of our
     GPT-NeoX             GPTNeoXForCausalLM (Pythia): queries, keys and values in one matrix, head by head
     GPT-2                GPT2LMHeadModel: queries, keys and values in one matrix, and matrices that are written
                          inputs × outputs
-    Baichuan2            read and not written: 7B is a Llama with rotary positions, 13B has ALiBi
+    Baichuan2            BaichuanForCausalLM: 7B is a Llama with rotary positions, 13B has ALiBi
 
 In Baichuan2, queries, keys and values are one matrix (W_pack). The head of the second generation is used with rows
 of length 1 (NormHead). The head stays as it is while it trains; export normalizes its rows. The first generation,
@@ -26,7 +26,6 @@ is saved in the same kind of folder under a name of our own, which transformers 
 All architectures are in one file because finding the architecture of a model compares them all.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,11 +49,10 @@ from bloomery.weights.llama import (
     describe_windows,
     has_one_window,
     is_uniform,
-    llama_mappings,
     llama_tree,
+    mappings,
     one_size,
     read_llama,
-    renamed,
     rotary_share,
     size_or_full,
     windows,
@@ -64,7 +62,6 @@ from bloomery.weights.llama import Architecture as Architecture
 from bloomery.weights.llama import WeightMapping as WeightMapping
 from bloomery.weights.llama import gathered as gathered
 from bloomery.weights.llama import joined as joined
-from bloomery.weights.llama import llama_name as llama_name
 from bloomery.weights.llama import parted as parted
 from bloomery.weights.llama import shown as shown
 from bloomery.weights.llama import spread as spread
@@ -99,7 +96,7 @@ SMOLLM3 = Architecture(
         }
     ),
     _smollm3,
-    llama_mappings,
+    mappings,
     LLAMA_FIELDS | WINDOW_FIELDS | {"mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
 )
 
@@ -114,11 +111,7 @@ OLMO2_PATTERNS = (
 """Names of norms after attention and MLP, for OLMo 2 and Gemma 3. OLMo 2 has no norm before them."""
 
 
-def olmo2_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """One tensor of theirs for each of ours. Raises ValueError for a weight that OLMo 2 and Gemma 3 do not have."""
-    return [
-        WeightMapping(renamed(name, OLMO2_PATTERNS, "Olmo2ForCausalLM or Gemma3ForCausalLM"), (name,)) for name in names
-    ]
+olmo2_mappings = partial(mappings, patterns=OLMO2_PATTERNS, architecture="Olmo2ForCausalLM or Gemma3ForCausalLM")
 
 
 def _olmo2(facts: Mapping[str, Any]) -> ModelConfig:
@@ -231,31 +224,12 @@ def _has_no_window(config: ModelConfig) -> bool:
 # --- fused matrices ------------------------------------------------------------------------------------------------
 
 
-def phi3_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """Their tensors. Raises ValueError for a weight that Phi-3 does not have."""
-    return _fused(
-        names,
-        {"self_attn.q_proj": ("self_attn.qkv_proj", "qkv"), "mlp.gate_proj": ("mlp.gate_up_proj", ("gate", "up"))},
-    )
-
-
-def _fused(names: Sequence[str], groups: Mapping[str, tuple[str, Sequence[str]]]) -> list[WeightMapping]:
-    """Llama's tensors with some made one: Llama's name of the first -> their name, and the last parts of ours."""
-    mappings, fused_names = [], set[str]()
-    for piece in llama_mappings(names):
-        (name,) = piece.ours
-        if name in fused_names:
-            continue
-        theirs = piece.theirs
-        ours: tuple[str, ...] = (name,)
-        for first, (fused, parts) in groups.items():
-            if theirs.endswith(f"{first}.weight"):
-                path = name.split(".")
-                ours = tuple(".".join((*path[:-2], part, path[-1])) for part in parts)
-                theirs = theirs.replace(first, fused)
-        fused_names.update(ours)
-        mappings.append(WeightMapping(theirs, ours))
-    return mappings
+QKV = ("q", "k", "v")
+PHI3_PATTERNS = (
+    (r"blocks\.(\d+)\.attention\.q\.(weight)", r"model.layers.\1.self_attn.qkv_proj.\2"),
+    (r"blocks\.(\d+)\.mlp\.gate\.(weight)", r"model.layers.\1.mlp.gate_up_proj.\2"),
+    *LLAMA_PATTERNS,
+)
 
 
 def _describe_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -263,6 +237,7 @@ def _describe_phi3(config: ModelConfig) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias", "head_dim"):
         del facts[name]
     facts |= {"sliding_window": one_size(config), "partial_rotary_factor": config.partial_rotary_factor}
+    facts["pad_token_id"] = None  # transformers takes 32000 for it, which a small vocabulary does not have
     if isinstance(scaling := config.rope_scaling, LongRopeScaling):
         original = scaling.original_context_length
         said: dict[str, Any] = {
@@ -323,7 +298,7 @@ PHI3 = Architecture(
     },
     _describe_phi3,
     _phi3,
-    phi3_mappings,
+    partial(mappings, patterns=PHI3_PATTERNS, architecture="Phi3ForCausalLM", groups=(QKV, ("gate", "up"))),
     LLAMA_FIELDS | {"mlp_bias", "sliding_window", "partial_rotary_factor", "original_max_position_embeddings"},
 )
 
@@ -344,20 +319,8 @@ NEOX_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
 
 
 def neox_mappings(num_heads: int) -> Callable[[Sequence[str]], list[WeightMapping]]:
-    """Their tensors, for a number of heads. Raises ValueError for a weight that GPT-NeoX does not have."""
-
-    def mappings(names: Sequence[str]) -> list[WeightMapping]:
-        pieces = []
-        for name in names:
-            query = re.fullmatch(r"(blocks\.\d+\.attention\.)([qkv])(\.\w+)", name)
-            if query and query[2] != "q":
-                continue
-            ours = tuple(f"{query[1]}{which}{query[3]}" for which in "qkv") if query else (name,)
-            theirs = renamed(name, NEOX_PATTERNS, "GPTNeoXForCausalLM")
-            pieces.append(WeightMapping(theirs, ours, interleaved=num_heads if query else 0))
-        return pieces
-
-    return mappings
+    """Their tensors, for a number of heads."""
+    return partial(mappings, patterns=NEOX_PATTERNS, architecture="GPTNeoXForCausalLM", groups=(QKV,), heads=num_heads)
 
 
 def _describe_neox(config: ModelConfig) -> dict[str, Any]:
@@ -440,25 +403,8 @@ GPT2_PATTERNS = (
 """Our name of a weight, and transformers' name of it; keys and values lie below the queries."""
 
 GPT2_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
-CONV = re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight")
+CONV = r"blocks\.\d+\.(attention|mlp)\.\w+\.weight"
 """What transformers keeps as Conv1D: inputs × outputs."""
-
-
-def gpt2_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """Their tensors. Raises ValueError for a weight that GPT-2 does not have."""
-    mappings = []
-    for name in names:
-        if re.fullmatch(r"blocks\.\d+\.attention\.[kv]\.(weight|bias)", name):
-            continue
-        query = re.fullmatch(r"(blocks\.\d+\.attention\.)q(\.\w+)", name)
-        ours = tuple(f"{query[1]}{which}{query[2]}" for which in "qkv") if query else (name,)
-        mappings.append(WeightMapping(gpt2_name(name), ours, transposed=bool(CONV.fullmatch(name))))
-    return mappings
-
-
-def gpt2_name(name: str) -> str:
-    """Transformers' name of one of our weights. Raises ValueError for one that it does not have."""
-    return renamed(name, GPT2_PATTERNS, "GPT2LMHeadModel")
 
 
 def describe_gpt2(config: ModelConfig) -> dict[str, Any]:
@@ -519,7 +465,7 @@ GPT2 = Architecture(
     },
     describe_gpt2,
     read_gpt2,
-    gpt2_mappings,
+    partial(mappings, patterns=GPT2_PATTERNS, architecture="GPT2LMHeadModel", groups=(QKV,), transposed=CONV),
     frozenset(
         {"n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_ctx", "activation_function", "layer_norm_epsilon"}
         | {"tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
@@ -530,9 +476,10 @@ GPT2 = Architecture(
 FIRST_VOCABULARY = 64_000
 
 
-def baichuan2_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """Their tensors. Raises ValueError for a weight that Baichuan does not have."""
-    return _fused(names, {"self_attn.q_proj": ("self_attn.W_pack", "qkv")})
+BAICHUAN_PATTERNS = (
+    (r"blocks\.(\d+)\.attention\.q\.(weight)", r"model.layers.\1.self_attn.W_pack.\2"),
+    *LLAMA_PATTERNS,
+)
 
 
 def read_baichuan2(facts: Mapping[str, Any], *, normalized: bool = True) -> ModelConfig:
@@ -543,20 +490,41 @@ def read_baichuan2(facts: Mapping[str, Any], *, normalized: bool = True) -> Mode
     return changed(known, position_embedding=positions, normalize_head=normalized and not known.tie_embeddings)
 
 
+def _describe_baichuan2(config: ModelConfig) -> dict[str, Any]:
+    facts = describe_llama(config)
+    context = facts.pop("max_position_embeddings")
+    for name in ("attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "rope_theta"):
+        del facts[name]
+    with_rope = {"max_position_embeddings": context} if config.position_embedding == "rope" else {}
+    return facts | {"model_max_length": context} | with_rope
+
+
 BAICHUAN2 = Architecture(
     "BaichuanForCausalLM",
     "baichuan",
-    {},
-    describe_llama,
+    SHARED
+    | {
+        "hidden_size": lambda config: config.head_size * config.num_heads == config.hidden_size,
+        "num_kv_heads": lambda config: config.num_kv_heads == config.num_heads,
+        "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
+        "position_embedding": lambda config: config.position_embedding in ("rope", "alibi"),
+        "rope_theta": lambda config: config.position_embedding == "alibi" or config.rope_theta == 1e4,
+        "rope_scaling": lambda config: config.rope_scaling is None,
+        "qk_norm": lambda config: not config.qk_norm,
+        "biases": lambda config: config.biases == "none",
+        "tie_embeddings": lambda config: not config.tie_embeddings,
+        "normalize_head": lambda config: config.normalize_head,
+    },
+    _describe_baichuan2,
     read_baichuan2,
-    baichuan2_mappings,
+    partial(mappings, patterns=BAICHUAN_PATTERNS, architecture="BaichuanForCausalLM", groups=(QKV,)),
     LLAMA_FIELDS | {"mlp_bias", "model_max_length"},
 )
 BAICHUAN1 = replace(BAICHUAN2, reader=partial(read_baichuan2, normalized=False))
 
 
-WRITTEN = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, SMOLLM3, OLMO2, GEMMA3, PHI3, NEOX)
-"""What transformers loads as it is, those first that most programs know."""
+WRITTEN = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, SMOLLM3, OLMO2, GEMMA3, PHI3, NEOX, BAICHUAN2)
+"""What is written, those first that most programs know. Transformers loads all but the last as they are."""
 
 
 def _ours(names: Sequence[str]) -> list[WeightMapping]:
@@ -571,7 +539,7 @@ OWN = Architecture(
     lambda facts: ModelConfig.model_validate(facts["bloomery"]),
     _ours,
 )
-READ = {one.name: one for one in (*WRITTEN, BAICHUAN2, OWN)} | {"GPT2Model": GPT2, "BaiChuanForCausalLM": BAICHUAN1}
+READ = {one.name: one for one in (*WRITTEN, OWN)} | {"GPT2Model": GPT2, "BaiChuanForCausalLM": BAICHUAN1}
 
 
 def family(config: ModelConfig) -> Architecture | None:
@@ -606,9 +574,13 @@ def of_file(facts: Mapping[str, Any]) -> Architecture:
 def exported(config: ModelConfig) -> ModelConfig:
     """
     The same computation where another architecture can say it: norms without weights have weights of 1, and a head
-    that is normalized has rows of length 1.
+    that is normalized has rows of length 1. With ALiBi, Baichuan alone can say it, and normalizes them once more.
     """
-    return changed(config, norm_affine=True, normalize_head=False)
+    return changed(config, norm_affine=True, normalize_head=config.normalize_head and _has_alibi(config))
+
+
+def _has_alibi(config: ModelConfig) -> bool:
+    return config.position_embedding == "alibi"
 
 
 def reasons(config: ModelConfig) -> list[str]:

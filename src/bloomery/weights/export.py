@@ -77,6 +77,8 @@ def write(
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
         hf.save(out, model, loaded.language, loaded.lineage, number_format=number_format, shard_bytes=shard_bytes)
         name = architectures.architecture(model.config).name
+        if name == architectures.BAICHUAN2.name:
+            info(f"{out}: transformers loads a {name} with the code of its makers alone", "yellow")
         with whole_file(out / CARD, "w") as file:
             file.write(card(loaded, name, number_format))
         integrity.write_sums(out)
@@ -178,7 +180,7 @@ def _said_otherwise(model: Transformer) -> Transformer:
     a head that is normalized get length 1.
     """
     config = architectures.exported(model.config)
-    if config == model.config:
+    if config == model.config and not config.normalize_head:
         return model
     other = Transformer(config, model.vocab_size)
     weights: Mapping[str, torch.Tensor] = model.state_dict()
@@ -192,13 +194,17 @@ def _said_otherwise(model: Transformer) -> Transformer:
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
     A model to import: a folder as transformers saves it, a GGUF file, hub:OWNER/NAME, or weights that PyTorch pickled,
-    each in its own number format. Or a model file of llm.c, whose tokenizer is in the same folder or is named; it
-    becomes float32. Raises CheckpointError and DataError, which say what cannot be read and why.
+    each in its own number format. Checkpoints of 1386.ai and model files of llm.c have their tokenizer in the same
+    folder, or it is named; the latter become float32. Raises CheckpointError and DataError, which say what cannot be
+    read and why.
     """
     is_made_first = is_of_hub(source) or pickled.is_named(source)
-    path = locate.locate_model(source) if is_made_first else source
+    lacks_tokenizer = pickled.needs_tokenizer(source) and source.is_file()
+    path = locate.locate_model(source) if is_made_first and not lacks_tokenizer else source
+    if lacks_tokenizer:
+        path = pickled.converted(source, tokenizer)
     if path.is_dir() or path.suffix == gguf.SUFFIX:
-        if tokenizer is not None:
+        if tokenizer is not None and not lacks_tokenizer:
             hint = "Leave --tokenizer out: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
         return hf.load(path, dtype="auto")

@@ -321,9 +321,14 @@ def write_words(
     """
     words.tokenizer.save(folder)
     roles = {role: text for role, text in words.roles_with(chats=chats).items() if text}
-    ids = {f"{role}_id": words.tokenizer.special_id(text) for role, text in roles.items() if role != "unk_token"}
+    ids: dict[str, Any] = {
+        f"{role}_id": words.tokenizer.special_id(text) for role, text in roles.items() if role != "unk_token"
+    }
     if isinstance(words.chat, JinjaRenderer) and words.generation.get("eos_token_id") is not None:
         ids["eos_token_id"] = words.generation["eos_token_id"]
+    if not words.is_ours and not ids.keys() & {"bos_token_id", "eos_token_id"}:  # only config.json names them
+        ids["bos_token_id"] = words.tokenizer.document_id
+        ids |= {"eos_token_id": sorted(words.end_ids)} if words.end_ids else {}
     name: dict[str, str | bool] = {} if words.is_ours else {TEMPLATE_NAME: OWN, FOREIGN: True}
     chat = {}
     if words.chat is not None and (chats or not words.is_ours):

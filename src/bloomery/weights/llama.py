@@ -208,14 +208,28 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that some models have, and the values with which they change nothing."""
 
 
-def llama_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """One tensor of theirs for each of ours. Raises ValueError for a weight that Llama does not have."""
-    return [WeightMapping(llama_name(name), (name,)) for name in names]
-
-
-def llama_name(name: str) -> str:
-    """Transformers' name of one of our weights. Raises ValueError for one that it does not have."""
-    return renamed(name, LLAMA_PATTERNS, "LlamaForCausalLM")
+def mappings(
+    names: Sequence[str],
+    patterns: Sequence[tuple[str, str]] = LLAMA_PATTERNS,
+    architecture: str = "LlamaForCausalLM",
+    groups: Sequence[Sequence[str]] = (),
+    *,
+    heads: int = 0,
+    transposed: str = "",
+) -> list[WeightMapping]:
+    """
+    Tensors of an architecture, made of our weights of these names. Of a group, such as q, k and v, the first weight is
+    renamed, and the others lie below it, or alternate with it by head. Raises ValueError for a weight that it lacks.
+    """
+    tensors = []
+    for name in names:
+        *path, leaf, kind = name.split(".")
+        group = next((group for group in groups if leaf in group), (leaf,))
+        if leaf == group[0]:
+            ours = tuple(".".join((*path, each, kind)) for each in group)
+            turned, interleaved = bool(re.fullmatch(transposed, name)), heads if len(group) > 1 else 0
+            tensors.append(WeightMapping(renamed(name, patterns, architecture), ours, turned, interleaved))
+    return tensors
 
 
 def describe_llama(config: ModelConfig) -> dict[str, Any]:
@@ -399,7 +413,7 @@ LLAMA = Architecture(
     },
     describe_llama,
     read_llama,
-    llama_mappings,
+    mappings,
     LLAMA_FIELDS | {"mlp_bias"},
 )
 MISTRAL = Architecture(
@@ -413,7 +427,7 @@ MISTRAL = Architecture(
     },
     lambda config: describe_llama(config) | {"sliding_window": one_size(config)},
     lambda facts: changed(read_llama(facts), sliding_window=(size_or_full(facts),)),
-    llama_mappings,
+    mappings,
     LLAMA_FIELDS | {"mlp_bias", "sliding_window"},
 )
 QWEN2 = Architecture(
@@ -427,7 +441,7 @@ QWEN2 = Architecture(
     },
     lambda config: describe_llama(config) | describe_windows(config),
     lambda facts: _qwen(facts, biases="qkv"),
-    llama_mappings,
+    mappings,
     LLAMA_FIELDS | WINDOW_FIELDS,
 )
 QWEN3 = Architecture(
@@ -441,6 +455,6 @@ QWEN3 = Architecture(
     },
     lambda config: describe_llama(config) | describe_windows(config),
     lambda facts: _qwen(facts, qk_norm=True),
-    llama_mappings,
+    mappings,
     LLAMA_FIELDS | WINDOW_FIELDS,
 )

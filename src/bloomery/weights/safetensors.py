@@ -18,7 +18,6 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError
 from bloomery.core.records import NameInside, read_record
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -28,6 +27,8 @@ STEP_FOLDER = "[0-9]" * 9
 """The name of the folder of a checkpoint: its step, so that names sort as numbers do."""
 NUMBERS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes that are read, by their names in safetensors and torch. Other dtypes need separate scales."""
+STATE_NUMBERS = {"F64": "float64", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+"""Those that only states of training have."""
 MAX_HEADER_BYTES = 100 * 10**6
 """Of a safetensors file; the limit of its own library."""
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
@@ -77,9 +78,10 @@ def check_header(file: Path, hint: str) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as a safetensors file that is whole or absent."""
-    ready = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    with core_io.whole_file(path) as file:
-        file.write(safetensors.torch.save(ready, metadata={"format": "pt"}))
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # aligned, as the format asks for
+    shapes = {name: list(tensors[name].shape) for name in names}
+    forms = {name: tensors[name].dtype for name in names}
+    write_file(path, names, shapes, {name: tensors[name].detach for name in names}, forms)
 
 
 SHARD_BYTES = 5 * 10**9
@@ -128,7 +130,7 @@ def write_file(
     Write a safetensors file: the length of its header, the header in JSON, the bytes of each tensor. A tensor is made
     when it is written.
     """
-    kinds = {getattr(torch, name): short for short, name in NUMBERS.items()}
+    kinds = {getattr(torch, name): short for short, name in (NUMBERS | STATE_NUMBERS).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
