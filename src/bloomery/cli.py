@@ -15,10 +15,8 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -492,12 +490,20 @@ def plan(options: argparse.Namespace) -> int:
     price = HourlyPrice(per_hour=options.price, watts=options.power_watts)
     wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
-    text = [*stages_plan.verdict(plans), "", *stages_plan.lines(facts, plans)]
+    text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
     fits = facts["fits"] is not False
-    if fits and wish.device is None and wish.memory_bytes is None:
-        words = [str(options.recipe), *options.settings]
-        words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
-        text += ["", f"Next: bloomery run {shlex.join(words)}"]
+    changes = [] if fits else stages_plan.settings_that_fit(plans)
+    changed = {setting.partition("=")[0] for setting in changes}
+    kept = [setting for setting in options.settings if setting.partition("=")[0] not in changed]
+    words = ["bloomery", "run" if fits else "plan", str(options.recipe), *kept, *changes]
+    words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
+    if changes:
+        words += ["--device", wish.device] if wish.device else []
+        words += [f"--memory={wish.memory_bytes / 2**30:g}GiB"] if wish.memory_bytes else []
+        words += [f"--devices={wish.devices}"] if wish.devices else []
+        text.append(f"Next: {shlex.join(words)}")
+    elif fits and wish.device is None and wish.memory_bytes is None:
+        text.append(f"Next: {shlex.join(words)}")
     print(json.dumps(facts) if options.json else "\n".join(text))
     return 0 if fits else 2
 
@@ -524,6 +530,7 @@ def status(options: argparse.Namespace) -> int:
 
 def clean(options: argparse.Namespace) -> int:
     from bloomery.core import pipeline, run_dir
+    from bloomery.stages import terminal
 
     root: Path = options.run
     run_dir.current(root)  # of what is no run folder, none is made
@@ -532,7 +539,6 @@ def clean(options: argparse.Namespace) -> int:
         freed = run_dir.delete([*waste, *old] if options.now else old) if options.yes or options.now else 0
         moved = run_dir.remove(root, waste) if options.yes and not options.now else run_dir.Moved()
         strangers = run_dir.strangers(root)
-    moved_bytes = sum(one.size for one in waste) if moved.moves else 0
     if options.json:
         rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (waste, old))
         print(
@@ -541,7 +547,7 @@ def clean(options: argparse.Namespace) -> int:
                     "run": str(root),
                     "waste": rows,
                     "trash": trash,
-                    "moved_bytes": moved_bytes,
+                    "moved_bytes": sum(one.size for one in waste) if moved.moves else 0,
                     "freed_bytes": freed,
                     "restore": moved.restore(),
                     "left_in_trash": [str(path) for path in strangers],
@@ -549,22 +555,7 @@ def clean(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    for row in (*waste, *old):
-        print(f"{row.size / 2**20:10.1f} MiB  {row.path}  ({row.why})")
-    if not waste and not old:
-        print(f"{0:10.1f} MiB  nothing to free")
-    elif not (options.yes or options.now):
-        print(
-            f"{sum(row.size for row in (*waste, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {run_dir.TRASH}"
-        )
-        print(f"{'':16}and frees what is there for a day; --now frees all at once")
-    if freed:
-        print(f"{freed / 2**20:10.1f} MiB  freed")
-    if moved.moves:
-        print(f"{moved_bytes / 2**20:10.1f} MiB  moved to {root / run_dir.TRASH}; freed by the next clean after a day")
-        print("\n".join(["To restore it:", *(f"  {command}" for command in moved.restore())]))
-    for path in strangers:
-        print(f"{'':16}left: {path} (clean did not put it there)")
+    print("\n".join(terminal.clean_lines(root, waste, old, freed, moved, strangers, asked=options.yes or options.now)))
     return 0
 
 
@@ -750,30 +741,19 @@ def doctor(options: argparse.Namespace) -> int:
     from bloomery.hw.host import Host
 
     host = report.shown(Host.here()) if sys.stderr.isatty() else Host.here()
-    known, title = [], ""
+    findings = report.findings(host, options.runs, retry=options.retry)
+    if options.json:
+        known = [finding for _, finding in findings]
+        print(json.dumps({"findings": [one.as_json() for one in known], "exit": report.exit_code(known)}))
+        return report.exit_code(known)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     terminal = sys.__stdout__ if color else sys.stdout  # which shows the colors of marks
-    for group, finding in report.findings(host, options.runs, retry=options.retry):
+    known = []
+    for finding, lines in report.with_lines(findings, details=options.verbose, color=color):
+        print(*lines, sep="\n", file=terminal, flush=True)
         known.append(finding)
-        if not options.json:
-            head = [] if group == title else [*([""] if title else []), group]
-            value, hint = (errors.readable(text) for text in (finding.value, finding.hint))
-            shown = replace(finding, value=value, hint=hint)
-            print(
-                *head,
-                *report.as_lines(shown, details=options.verbose, color=color),
-                sep="\n",
-                file=terminal,
-                flush=True,
-            )
-            title = group
-    code = report.exit_code(known)
-    if options.json:
-        print(json.dumps({"findings": [one.as_json() for one in known], "exit": code}))
-    else:
-        sentence, command = report.verdict(known, options.runs)
-        print("", *textwrap.wrap(sentence, report.WIDTH), f"Next: {command}", sep="\n")
-    return code
+    print("", *report.closing(known, options.runs), sep="\n")
+    return report.exit_code(known)
 
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -13,6 +13,7 @@ from typing import Any
 from bloomery.core import cache, pipeline
 from bloomery.core.config import nested, paths, plain
 from bloomery.core.io import MANIFEST
+from bloomery.core.log import about, wrapped
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
 from bloomery.data.sources import http_client, stdlib
@@ -195,6 +196,7 @@ def facts(
                 "stage": stage_plan.stage.name,
                 "fresh": None if stage_plan.unseen else stage_plan.fresh,
                 "why": why(stage_plan),
+                "idle": stage_plan.config.is_idle(),
                 "folder": None if stage_plan.unseen else str(stage_plan.folder),
             }
             for stage_plan in laid
@@ -242,45 +244,47 @@ def why(stage_plan: Laid) -> str:
     return f"{', '.join(changed) or 'what it is made from'} changed since {newest.name}"
 
 
-def _line(stage: Mapping[str, Any]) -> str:
-    """Of a stage."""
-    state = "up to date" if stage["fresh"] else "will run"
-    return f"{stage['stage']:<11} {state:<10} {stage['folder']}" + ("" if stage["fresh"] else f"  ({stage['why']})")
-
-
 def verdict(reports: Mapping[str, PlanReport]) -> list[str]:
-    """Whether the stages that train fit and how long they take; where one does not, what decides it."""
+    """Whether the stages that train fit and how long they take. Where one does not, first what decides it."""
     if not reports:
-        return ["Nothing to train: the recipe has no section [pretrain]."]
+        return ["Nothing to train: the recipe has no section [pretrain], and no start_from."]
     tight = max(reports.values(), key=lambda plan: (not plan.choice.fits, plan.choice.peak_bytes))
     target, peak = tight.target, tight.choice.peak_bytes / GIB
     usable = target.usable_bytes / GIB
     if tight.choice.fits:
         seconds = [plan.seconds for plan in reports.values()]
         known = sum(one for one in seconds if one is not None)
-        about = "time unknown" if None in seconds else f"about {plan_report.duration(known)}"
-        return [f"It fits: {peak:.1f} of {usable:.1f} GiB, {about} on {target.name}."]
-    parts = tight.choice.at_peak[1]
+        time = "time unknown" if None in seconds else f"{about(known)} of training"
+        return [f"It fits: {peak:.1f} of {usable:.1f} GiB, {time} on {target.name}."]
+    parts, model = tight.choice.at_peak[1], tight.ask.what.model
     largest = max(parts, key=lambda name: parts[name])
-    says = [f"It does not fit: {tight.ask.stage} needs {peak:,.1f} GiB, and {usable:.1f} GiB are usable."]
-    says.append(f"The largest part is {plan_report.PARTS[largest]}: {parts[largest] / GIB:,.1f} GiB.")
+    what = f"{tight.ask.what.parameters:,} parameters need"
     if largest in ("activations", "logits"):
-        way, context = tight.choice.way, tight.ask.what.model.context_length
-        says.append(
-            f"What decides: a context of {context:,} tokens, batch size {way.rows} (pretrain.model.context_length)."
-        )
-    return says
+        what = f"a context of {model.context_length:,} tokens at batch size {tight.choice.way.rows} needs"
+    return [
+        f"It does not fit: {what} {parts[largest] / GIB:,.1f} GiB for the {plan_report.PARTS[largest]}.",
+        f"{tight.ask.stage} needs {peak:,.1f} GiB in all; {usable:.1f} GiB are usable on {target.name}.",
+        f"Fix: {plan_report.fix(tight)}.",
+    ]
+
+
+def settings_that_fit(reports: Mapping[str, PlanReport]) -> list[str]:
+    """Settings with which a recipe fits that does not, in the words of the command line."""
+    settings: list[str] = []
+    for plan in reports.values():
+        if plan.choice.fits:
+            continue
+        if plan.change is not None:
+            settings += plan.change[0].split()
+        elif (context := plan_report.context_that_fits(plan)) is not None:
+            shorter = f"pretrain.model.context_length={context}"
+            settings.append(shorter if "pretrain" in reports else f"instruct.sequence_length={context + 1}")
+    return list(dict.fromkeys(settings))
 
 
 def lines(summary: Mapping[str, Any], reports: Mapping[str, PlanReport]) -> list[str]:
-    """As text."""
-    text_lines = [_line(one) for one in summary["stages"] if one["fresh"] is not None]
-    if unseen := [one for one in summary["stages"] if one["fresh"] is None]:
-        names = ", ".join(one["stage"] for one in unseen)
-        text_lines.insert(0, f"Whether these are up to date is {unseen[0]['why']}\n    {names}")
-    for name, missing in summary["missing_sections"].items():
-        sections = " and ".join(f"[{one}]" for one in missing)
-        text_lines.append(f"{name:<11} {'skipped':<10} the recipe has no section {sections}")
+    """As text of 80 columns."""
+    text_lines = [wrapped(line, " " * 13) for line in _stage_lines(summary)]
     if depth := summary.get("depth"):
         rates = ", ".join(f"{name} {rate:g}" for name, rate in depth["rates"].items())
         model = depth["model"]
@@ -292,9 +296,21 @@ def lines(summary: Mapping[str, Any], reports: Mapping[str, PlanReport]) -> list
     if missing_packages := summary.get("missing_packages"):
         text_lines.append(missing_packages[0].upper() + missing_packages[1:])
     if summary["only_here"]:
-        text_lines.append(
-            f"pretrain: a model that can be used here and nowhere else: {'; '.join(summary['only_here'])}"
-        )
+        text_lines.append(f"pretrain: only Bloomery can load this model: {'; '.join(summary['only_here'])}")
     for plan in reports.values():
         text_lines += ["", *plan.lines()]
-    return text_lines
+    return [wrapped(line, "  ") for line in text_lines]
+
+
+def _stage_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line for the stages that are up to date, and for those that run for the same reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for stage in summary["stages"]:
+        if not stage["idle"]:
+            state = "unknown" if stage["fresh"] is None else "up to date" if stage["fresh"] else "will run"
+            why = "" if stage["fresh"] else f": {stage['why'].removeprefix('unknown: ')}"
+            groups.setdefault((state, why), []).append(stage["stage"])
+    for name, missing in summary["missing_sections"].items():
+        key = ("skipped", f": the recipe has no {' and '.join(f'[{one}]' for one in missing)}")
+        groups.setdefault(key, []).append(name)
+    return [f"{state:<12} {', '.join(names)}{reason}" for (state, reason), names in groups.items()]

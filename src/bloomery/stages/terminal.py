@@ -24,7 +24,7 @@ from bloomery.core.errors import readable
 from bloomery.core.log import SAMPLES, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
-from bloomery.core.run_dir import RunState, StageState
+from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, memory_bytes
 from bloomery.hw.launcher import cores
@@ -328,6 +328,36 @@ def run_line(state: RunState) -> tuple[str, str, str]:
     """A run on a line."""
     kind = "damaged" if state.damaged else "done" if state.done else "runs" if state.pid else "begun"
     return *MARKS[kind], f"{state.root}: {summary(state)}"
+
+
+def clean_lines(
+    root: Path,
+    waste: Sequence[Waste],
+    old: Sequence[Waste],
+    freed: int,
+    moved: Moved,
+    strangers: Sequence[Path],
+    *,
+    asked: bool,
+) -> list[str]:
+    """What `bloomery clean` found of a run, and what it did where it was `asked` to."""
+
+    def row(num_bytes: int, text: str) -> str:
+        return f"{num_bytes / 2**20:10.1f} MiB  {text}"
+
+    lines = [row(item.size, f"{item.path}  ({item.why})") for item in (*waste, *old)]
+    if not waste and not old:
+        lines.append(row(0, "nothing to free"))
+    elif not asked:
+        total = sum(item.size for item in (*waste, *old))
+        lines.append(row(total, f"would go: --yes moves it to {TRASH}"))
+        lines.append(f"{'':16}and frees what is there for a day; --now frees all at once")
+    lines += [row(freed, "freed")] if freed else []
+    if moved.moves:
+        where = f"moved to {root / TRASH}; freed by the next clean after a day"
+        lines += [row(sum(item.size for item in waste), where), "To restore it:"]
+        lines += [f"  {command}" for command in moved.restore()]
+    return lines + [f"{'':16}left: {path} (clean did not put it there)" for path in strangers]
 
 
 def show(text: Text) -> None:
