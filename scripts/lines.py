@@ -22,7 +22,7 @@ BUDGET = {
     "generate": 270,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_560,
+    "stages": 5_600,
 }
 
 

@@ -415,13 +415,19 @@ def stage_line(name: str) -> Iterator[None]:
         yield
         return
     live = Live(console)
-    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("starting")), name))
+    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("loading")), name))
     live.start()
     try:
         yield
     finally:
         live.stop()
         _stage_line.pop()
+
+
+def doing(text: str) -> None:
+    """Show on the live line of a stage what it does before it can count anything."""
+    for live, task, _ in _stage_line:
+        live.update(task, told=ProgressText(text))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from bloomery.core import log
 from bloomery.core.errors import readable
-from bloomery.core.log import SAMPLES, counted, duration, percent, read_metrics, say, short, size
+from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
 from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
@@ -39,20 +39,27 @@ TRAINED = ("prefer", "finetune", "pretrain")
 # --- the head ------------------------------------------------------------------------------------------------------
 
 
-def head(root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
-    """What a run will do, where, and for about how long. Nothing where there is nothing to do."""
+def head(
+    root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan], first_seconds: Callable[[], float | None]
+) -> None:
+    """
+    What a run will do, where, and for about how long: as the last run, or of a first one what `first_seconds`
+    estimates. Nothing where there is nothing to do.
+    """
     if not due:
         return
     names = [plan.stage.name for plan in due if not plan.config.is_idle()]
     reused = [plan.stage.name for plan in plans if plan not in due and plan.fresh and not plan.config.is_idle()]
-    seconds = expected(due)
+    last = expected(due)
+    seconds = last or first_seconds() or 0.0
+    source = "going by the last run" if last else "a rough estimate: nothing of it has run yet"
     log.table(
         [
             ("run", str(root)),
             ("machine", machine(Host.here())),
             ("will run", ", ".join(names)),
             *([("up to date", ", ".join(reused))] if reused else []),
-            *([("time", f"about {duration(round(seconds, -1) or 10)}, going by the last run")] if seconds else []),
+            *([("time", f"{about(seconds)}, {source}")] if seconds else []),
             ("Ctrl-C", "is safe: the same command resumes"),
         ]
     )
