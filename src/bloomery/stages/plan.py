@@ -249,7 +249,6 @@ def first_seconds(recipe: Any, due: Sequence[Laid]) -> float | None:
     matmuls at the speed of numpy here. None where that would mislead: on a GPU, or for sources on other hosts.
     """
     configs: dict[str, Any] = {one.stage.name: one.config for one in due if not one.config.is_idle()}
-    pretrain = recipe.pretrain
     watched_files = None if find_gpus(Host.here()) else watched(recipe)
     if watched_files is None or "prefer" in configs or "synthesize" in configs:
         return None
@@ -262,6 +261,7 @@ def first_seconds(recipe: Any, due: Sequence[Laid]) -> float | None:
         chats = sum(chat.count for chat in nested(configs["instruct"]) if isinstance(chat, ToyChats))
         seconds += chats / CONVERSATIONS_PER_SECOND
     if trained := [configs[name] for name in ("pretrain", "finetune") if name in configs]:
+        pretrain = recipe.pretrain
         if pretrain is None or any(getattr(config, "start_from", None) for config in trained):
             return None
         each = cost(pretrain.model, pipeline.resolve("bloomery.stages.tokenizer:vocab_size")(recipe.tokenizer))
