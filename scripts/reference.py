@@ -373,7 +373,7 @@ def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
 
 def command(name: str, parser: argparse.ArgumentParser, heading: str) -> list[str]:
     """The part of one verb."""
-    lines = [f"{heading} {name}", "", parser.description or "", ""]
+    lines = [f"{heading} {name}", "", " ".join((parser.description or "").split()), ""]
     if not verbs(parser):
         usage = re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
         lines += ["```text", *wrapped(usage), "```", ""]
@@ -383,9 +383,12 @@ def command(name: str, parser: argparse.ArgumentParser, heading: str) -> list[st
         if shown:
             title = "Option" if shown[0].option_strings else "Argument"
             if group.description:
-                lines += [f"{group.description[0].upper()}{group.description[1:]}.", ""]
+                lines += [
+                    f"{(group.title or '').capitalize()}, for example `{group.description.partition(': ')[2]}`:",
+                    "",
+                ]
             lines += table((title, "Effect"), ([option(action), expanded(action, parser)] for action in shown))
-    examples = [line.strip() for line in (parser.epilog or "").replace("Example: ", "").splitlines() if line.strip()]
+    examples = [line.strip() for line in (parser.epilog or "").removeprefix("Example:").splitlines() if line.strip()]
     return [*lines, "Example:", "", "```text", *examples, "```", ""] if examples else lines
 
 

@@ -82,14 +82,28 @@ def test_the_help_of_every_verb_says_what_it_does_and_shows_an_example_that_work
         cli.main([verb, "--help"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    example = re.search(r"Example: bloomery (.*)$", text)
-    assert example
-    words = shlex.split(example[1])
+    words = shlex.split((VERBS[verb].epilog or "").partition("Example:\n  bloomery ")[2])
     assert words[0] == verb
     assert callable(cli.VERBS[cli.parse(words).verb])
     assert f"usage: bloomery {verb} " in text
     for action in VERBS[verb]._actions:
         assert action.help, f"{verb}: {action.dest} explains nothing"
+
+
+def test_every_help_fits_80_columns_and_every_group_of_options_has_an_example_that_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tools = next(action.choices for action in VERBS["data"]._actions if isinstance(action.choices, dict))
+    for name, verb in {**VERBS, **{f"data {name}": verb for name, verb in tools.items()}}.items():
+        assert all(len(line) <= 80 for line in verb.format_help().splitlines()), name
+        for group in verb._action_groups[2:]:
+            if group.title == "what to do":
+                continue
+            assert group.description, f"{name}: {group.title}"
+            options = cli.parse(shlex.split(group.description.partition("Example: bloomery ")[2]))
+            assert name.split()[0] == options.verb
+            assert any(getattr(options, action.dest) != action.default for action in group._group_actions), group.title
 
 
 def test_without_a_verb_there_is_help(call: Call) -> None:

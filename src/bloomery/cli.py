@@ -15,10 +15,8 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -93,7 +91,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = False) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
-        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
+        name,
+        help=brief,
+        description=log.wrapped(f"{brief[0].upper()}{brief[1:]}."),
+        epilog=f"Example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no command
     )
     verb.set_defaults(verb=name)
     if reports:
@@ -101,10 +103,16 @@ def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = Fa
     return verb
 
 
+def _group(verb: argparse.ArgumentParser, title: str, example: str) -> Any:
+    """A group of options, with an example of them."""
+    return verb.add_argument_group(title, f"Example: bloomery {example}")
+
+
 def _run_verbs(verbs: Any) -> None:
     verb = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
     _recipe_arguments(verb)
-    stages = verb.add_mutually_exclusive_group()
+    selection = _group(verb, "a part of the recipe", "run recipes/demo.toml --until shard")
+    stages = selection.add_mutually_exclusive_group()
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
     verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
@@ -113,13 +121,16 @@ def _run_verbs(verbs: Any) -> None:
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
     )
     _recipe_arguments(verb)
-    verb.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
-    verb.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
-    verb.add_argument(
-        "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's num_processes)"
+    other = _group(verb, "for another machine", "plan recipes/gpt2-124m.toml --device 7900xtx --devices 2")
+    other.add_argument("--device", metavar="NAME", help="plan for this device, for example mi300x")
+    other.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="memory of a device, for example 16GiB")
+    devices = "number of devices that train together (default: the recipe's num_processes)"
+    other.add_argument("--devices", type=DEVICES, metavar="N", help=devices)
+    cost = _group(verb, "cost", "plan recipes/demo.toml --price 2.5 --power-watts 900")
+    cost.add_argument(
+        "--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="price of all devices per hour, in any currency"
     )
-    verb.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
-    verb.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
+    cost.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="power of all devices together")
 
     brief = "say how far a run is, whether its process lives, and when it is done"
     verb = _verb(verbs, "status", brief, "bloomery status runs/demo --watch", reports=True)
@@ -152,11 +163,15 @@ def _data_verbs(verbs: Any) -> None:
         verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to resume in")
         verb.set_defaults(settings=[])
         verb.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
-        verb.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-        verb.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
-        verb.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
-        if name in ("dedup", "tokenize"):
-            verb.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help="budget, as 256MB or 8GiB")
+        fields = _group(verb, "fields of jsonl, parquet and csv", f"data {name} in/ --out out --text-field body")
+        fields.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+        fields.add_argument("--id-field", help="field or column that holds the ID (default: id, or file and row)")
+        more = " --memory 8GiB" if name in ("dedup", "tokenize") else ""
+        limits = _group(verb, "processes and memory", f"data {name} in/ --out out --workers 2{more}")
+        limits.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
+        if more:
+            size = "memory budget, for example 256MB or 8GiB"
+            limits.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help=size)
         if name == "decontaminate":
             verb.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":
@@ -239,18 +254,18 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
-    template = f"chat template in place of the model's own: {', '.join(TEMPLATE_NAMES)}"
-    verb.add_argument("--template", choices=TEMPLATE_NAMES, metavar="NAME", help=template)
-    verb.add_argument(
-        "--temperature",
-        type=TEMPERATURES,
-        help=f"0 always takes the likeliest token (default: as the model recommends, or {TEMPERATURE})",
-    )
-    verb.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
-    verb.add_argument("--top-p", type=_number(1e-6, 1), help="sample from the likeliest tokens that reach p together")
-    verb.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
-    verb.add_argument("--seed", type=SEED, default=0, help="the same seed samples the same answer (default: 0)")
     _dtype_argument(verb)
+    sampling = _group(verb, "how it answers", "chat runs/demo --temperature 0 --max-tokens 40")
+    template = f"chat template in place of the model's own: {', '.join(TEMPLATE_NAMES)}"
+    sampling.add_argument("--template", choices=TEMPLATE_NAMES, metavar="NAME", help=template)
+    hottest = f"0 always takes the likeliest token (default: as the model recommends, or {TEMPERATURE})"
+    sampling.add_argument("--temperature", type=TEMPERATURES, help=hottest)
+    sampling.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
+    likeliest = "sample from the likeliest tokens that reach p together"
+    sampling.add_argument("--top-p", type=_number(1e-6, 1), help=likeliest)
+    longest = "longest answer in tokens (default: 128)"
+    sampling.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help=longest)
+    sampling.add_argument("--seed", type=SEED, default=0, help="the same seed samples the same answer (default: 0)")
 
     verb = _verb(
         verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
@@ -258,9 +273,11 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help=f"another model to serve: {MODEL}")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     _dtype_argument(verb)
-    verb.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    verb.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
-    verb.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
+    address = _group(verb, "who reaches it", "serve --host 0.0.0.0 --port 8080 --token SECRET")
+    address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    address.add_argument("--port", type=_whole(0, 65_535), default=8000, help="port to listen on (default: 8000)")
+    token = "what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)"
+    address.add_argument("--token", help=token)
 
     verb = _verb(
         verbs,
@@ -270,11 +287,11 @@ def _model_verbs(verbs: Any) -> None:
         reports=True,
     )
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
-    verb.add_argument(
-        "--toy-questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.toy_questions)"
-    )
-    verb.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
     _dtype_argument(verb)
+    toy = _group(verb, "questions of small worlds", "eval runs/demo --toy-questions 500 --seed 1")
+    number = "number of questions (default: as a recipe's evaluate.toy_questions)"
+    toy.add_argument("--toy-questions", type=_whole(1, 10**6), help=number)
+    toy.add_argument("--seed", type=SEED, help="which questions (default: as a recipe's evaluate.seed)")
     _task_arguments(verb)
 
 
@@ -300,8 +317,9 @@ def _export_verbs(verbs: Any) -> None:
     size = "largest file of weights of --format hf, in GB (default: 5)"
     verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help=size)
     push = "upload the exported folder to a private repository"
-    verb.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help=push)
-    verb.add_argument("--public", action="store_true", help="create a public repository with --push")
+    upload = _group(verb, "upload", "export runs/demo out --push hub:me/demo")
+    upload.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help=push)
+    upload.add_argument("--public", action="store_true", help="create a public repository with --push")
 
     verb = _verb(
         verbs,
@@ -334,37 +352,30 @@ def _dtype_argument(verb: argparse.ArgumentParser) -> None:
 
 
 def _task_arguments(verb: argparse.ArgumentParser) -> None:
-    """Of `eval`, where it asks tasks of the table."""
-    asked = verb.add_argument_group("tasks", "see docs/understand/evaluation.md for the table")
-    asked.add_argument(
-        "--task", action="append", default=[], metavar="NAME", help="a task, as hellaswag; several times"
-    )
-    asked.add_argument(
-        "--data",
-        action="append",
-        type=_path,
-        default=[],
-        metavar="PATH",
-        help="its file, or a folder (default: the hub)",
-    )
+    """Of `eval`, where it asks tasks of the table in docs/understand/evaluation.md."""
+    asked = _group(verb, "known tasks", "eval runs/demo --task hellaswag --limit 200 --num-fewshot 5")
+    names = "a task, for example hellaswag; may be given several times"
+    asked.add_argument("--task", action="append", default=[], metavar="NAME", help=names)
+    files = "file of a task, or a folder with files (default: from the hub)"
+    asked.add_argument("--data", action="append", type=_path, default=[], metavar="PATH", help=files)
+    asked.add_argument("--offline", action="store_true", help="use the cache, and ask no hub")
     asked.add_argument("--limit", type=_whole(1, 10**12), help="questions of each task, by --seed (default: all)")
-    asked.add_argument(
-        "--num-fewshot", type=_whole(0, 1000), help="examples before each question (default: the task's)"
-    )
-    asked.add_argument(
-        "--samples", type=_whole(1, 10_000), default=1, help="answers to each question that is written (default: 1)"
-    )
-    asked.add_argument(
-        "--temperature", type=TEMPERATURES, default=0.0, help="of what is written (default: 0, the likeliest)"
-    )
-    asked.add_argument("--max-tokens", type=ANSWER_TOKENS, help="longest answer (default: as the task says)")
+    shots = "examples before each question (default: the task's)"
+    asked.add_argument("--num-fewshot", type=_whole(0, 1000), help=shots)
     asked.add_argument("--no-bos", action="store_true", help="prompts without the token that opens a document")
-    asked.add_argument("--run-code", action="store_true", help="programs that the model writes may run, in a sandbox")
-    asked.add_argument(
-        "--allow-partial-sandbox", action="store_true", help="... even where the kernel lacks part of its isolation"
-    )
     asked.add_argument("--out", type=_path, metavar="FILE", help="write every question's result as a line of JSON")
-    asked.add_argument("--offline", action="store_true", help="take what is in the cache, and ask no hub")
+    example = "eval runs/demo --task humaneval --run-code --samples 10"
+    written = _group(verb, "answers that the model writes", example)
+    number = "answers to each question (default: 1)"
+    written.add_argument("--samples", type=_whole(1, 10_000), default=1, help=number)
+    hottest = "temperature of answers (default: 0, the likeliest token)"
+    written.add_argument("--temperature", type=TEMPERATURES, default=0.0, help=hottest)
+    longest = "longest answer in tokens (default: as the task says)"
+    written.add_argument("--max-tokens", type=ANSWER_TOKENS, help=longest)
+    code = "programs that the model writes may run, in a sandbox"
+    written.add_argument("--run-code", action="store_true", help=code)
+    partial = "run them even where the kernel lacks part of the sandbox's isolation"
+    written.add_argument("--allow-partial-sandbox", action="store_true", help=partial)
 
 
 def _machine_verbs(verbs: Any) -> None:
@@ -492,12 +503,20 @@ def plan(options: argparse.Namespace) -> int:
     price = HourlyPrice(per_hour=options.price, watts=options.power_watts)
     wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
-    text = [*stages_plan.verdict(plans), "", *stages_plan.lines(facts, plans)]
+    text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
     fits = facts["fits"] is not False
-    if fits and wish.device is None and wish.memory_bytes is None:
-        words = [str(options.recipe), *options.settings]
-        words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
-        text += ["", f"Next: bloomery run {shlex.join(words)}"]
+    changes = [] if fits else stages_plan.settings_that_fit(plans)
+    changed = {setting.partition("=")[0] for setting in changes}
+    kept = [setting for setting in options.settings if setting.partition("=")[0] not in changed]
+    words = ["bloomery", "run" if fits else "plan", str(options.recipe), *kept, *changes]
+    words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
+    if changes:
+        words += ["--device", wish.device] if wish.device else []
+        words += [f"--memory={wish.memory_bytes / 2**30:g}GiB"] if wish.memory_bytes else []
+        words += [f"--devices={wish.devices}"] if wish.devices else []
+        text.append(f"Next: {shlex.join(words)}")
+    elif fits and wish.device is None and wish.memory_bytes is None:
+        text.append(f"Next: {shlex.join(words)}")
     print(json.dumps(facts) if options.json else "\n".join(text))
     return 0 if fits else 2
 
@@ -524,6 +543,7 @@ def status(options: argparse.Namespace) -> int:
 
 def clean(options: argparse.Namespace) -> int:
     from bloomery.core import pipeline, run_dir
+    from bloomery.stages import terminal
 
     root: Path = options.run
     run_dir.current(root)  # of what is no run folder, none is made
@@ -532,7 +552,6 @@ def clean(options: argparse.Namespace) -> int:
         freed = run_dir.delete([*waste, *old] if options.now else old) if options.yes or options.now else 0
         moved = run_dir.remove(root, waste) if options.yes and not options.now else run_dir.Moved()
         strangers = run_dir.strangers(root)
-    moved_bytes = sum(one.size for one in waste) if moved.moves else 0
     if options.json:
         rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (waste, old))
         print(
@@ -541,7 +560,7 @@ def clean(options: argparse.Namespace) -> int:
                     "run": str(root),
                     "waste": rows,
                     "trash": trash,
-                    "moved_bytes": moved_bytes,
+                    "moved_bytes": sum(one.size for one in waste) if moved.moves else 0,
                     "freed_bytes": freed,
                     "restore": moved.restore(),
                     "left_in_trash": [str(path) for path in strangers],
@@ -549,22 +568,7 @@ def clean(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    for row in (*waste, *old):
-        print(f"{row.size / 2**20:10.1f} MiB  {row.path}  ({row.why})")
-    if not waste and not old:
-        print(f"{0:10.1f} MiB  nothing to free")
-    elif not (options.yes or options.now):
-        print(
-            f"{sum(row.size for row in (*waste, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {run_dir.TRASH}"
-        )
-        print(f"{'':16}and frees what is there for a day; --now frees all at once")
-    if freed:
-        print(f"{freed / 2**20:10.1f} MiB  freed")
-    if moved.moves:
-        print(f"{moved_bytes / 2**20:10.1f} MiB  moved to {root / run_dir.TRASH}; freed by the next clean after a day")
-        print("\n".join(["To restore it:", *(f"  {command}" for command in moved.restore())]))
-    for path in strangers:
-        print(f"{'':16}left: {path} (clean did not put it there)")
+    print("\n".join(terminal.clean_lines(root, waste, old, freed, moved, strangers, asked=options.yes or options.now)))
     return 0
 
 
@@ -751,30 +755,19 @@ def doctor(options: argparse.Namespace) -> int:
     from bloomery.hw.host import Host
 
     host = report.shown(Host.here()) if sys.stderr.isatty() else Host.here()
-    known, title = [], ""
+    findings = report.findings(host, options.runs, retry=options.retry)
+    if options.json:
+        known = [finding for _, finding in findings]
+        print(json.dumps({"findings": [one.as_json() for one in known], "exit": report.exit_code(known)}))
+        return report.exit_code(known)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     terminal = sys.__stdout__ if color else sys.stdout  # which shows the colors of marks
-    for group, finding in report.findings(host, options.runs, retry=options.retry):
+    known = []
+    for finding, lines in report.with_lines(findings, details=options.verbose, color=color):
+        print(*lines, sep="\n", file=terminal, flush=True)
         known.append(finding)
-        if not options.json:
-            head = [] if group == title else [*([""] if title else []), group]
-            value, hint = (errors.readable(text) for text in (finding.value, finding.hint))
-            shown = replace(finding, value=value, hint=hint)
-            print(
-                *head,
-                *report.as_lines(shown, details=options.verbose, color=color),
-                sep="\n",
-                file=terminal,
-                flush=True,
-            )
-            title = group
-    code = report.exit_code(known)
-    if options.json:
-        print(json.dumps({"findings": [one.as_json() for one in known], "exit": code}))
-    else:
-        sentence, command = report.verdict(known, options.runs)
-        print("", *textwrap.wrap(sentence, report.WIDTH), f"Next: {command}", sep="\n")
-    return code
+    print("", *report.closing(known, options.runs), sep="\n")
+    return report.exit_code(known)
 
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import re
+import shlex
 import socket
 from pathlib import Path
 
@@ -8,11 +10,19 @@ import pytest
 from bloomery.core import config, pipeline
 from bloomery.core.errors import ConfigError
 from bloomery.data.sources import http_client
+from bloomery.hw import device as devices
+from bloomery.hw.specs import GIB
+from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
-from bloomery.stages import plan
+from bloomery.stages import plan as stages_plan
+from bloomery.stages.plan import Wish
+from bloomery.train.plan.here import here
 from bloomery.train.plan.report import PlanReport
 from tests.calling import Call
 from tests.stages.test_finetune import recipe_of
+from tests.train.planning.made import card, plan, training
+
+import torch
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
@@ -106,7 +116,7 @@ def test_without_torch_a_plan_says_that_it_knows_nothing_of_this_machine(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     code, out, _ = call("plan", DEMO, "--runs", tmp_path)
     assert code == 0
-    assert "nothing is known of this machine without torch (say --device or --memory)" in out
+    assert "nothing is known of this machine without torch (say --device or --memory)" in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -138,7 +148,7 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
         assert json.loads(out)["pretrain"]["parameters"] == 4_000_000
         code, out, _ = call("plan", DEMO, *words)
         assert code == 0
-        assert "Whether these are up to date is unknown: made/texts: the connection failed" in " ".join(out.split())
+        assert re.search(r"^unknown +fetch, .*: made/texts: the connection failed", out, re.MULTILINE | re.DOTALL)
         code, out, _ = call("plan", DEMO, *words[:1], "--runs", tmp_path, "fetch.sources=[]", "--json")
         assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -171,11 +181,11 @@ def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where
 ) -> None:
     source = recipe_of(tmp_path / "theirs")
     source.write_text(source.read_text().replace("steps = 3\nglobal", "epochs = 2\nglobal"))
-    wish = plan.Wish(device="rtx-4090")
+    wish = Wish(device="rtx-4090")
 
     def planned(*overrides: str) -> PlanReport:
         recipe = config.load(Recipe, source, overrides)
-        return plan.report(STAGES, recipe, tmp_path / "run", wish)[1]["finetune"]
+        return stages_plan.report(STAGES, recipe, tmp_path / "run", wish)[1]["finetune"]
 
     before = planned()
     assert before.ask.steps_from == "estimated"
@@ -202,3 +212,38 @@ def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where
     with pytest.raises(ConfigError) as ran:
         pipeline.execute(plans, until="finetune")
     assert str(ran.value) == str(refused.value)
+
+
+def test_a_recipe_that_does_not_fit_ends_with_2_and_with_a_command_of_settings_that_fit(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages_plan, "is_traced", lambda model: False)
+    words = ["plan", DEMO, "pretrain.model.context_length=131072", "--memory", "2GiB", "--runs", tmp_path]
+    code, out, _ = call(*words)
+    assert code == 2
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    last = out.splitlines()[-1]
+    assert last.startswith("Next: bloomery plan ")
+    code, out, _ = call(*shlex.split(last)[2:])
+    assert code == 0
+    assert "\nIt fits: " in out
+
+
+def test_the_verdict_names_the_context_of_a_preset_where_its_activations_decide() -> None:
+    large = plan(ModelConfig(preset="llama-3.1-8b"), 128_256, card("h100"))
+    first, *rest = stages_plan.verdict({"pretrain": large})
+    assert first.startswith("It does not fit: a context of 131,072 tokens at batch size 1 needs ")
+    assert rest[-1].startswith("Fix: ")
+    many = plan(ModelConfig(preset="llama-3.1-405b", context_length=256), 128_256, card("h100"))
+    assert "parameters need" in stages_plan.verdict({"pretrain": many})[0]
+    small = plan(ModelConfig(preset="gpt2-124m"), 50_257, card("h100"))
+    assert [line.partition(":")[0] for line in stages_plan.verdict({"pretrain": small})] == ["It fits"]
+
+
+def test_apple_gpus_are_planned_in_the_number_format_that_runs_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
+    found = devices.find("mps")
+    target = Wish(device="apple-m4-max", memory_bytes=64 * GIB).target(training(), here)
+    assert f"torch.{target.precision}" == str(found.compute_dtype)
+    assert target.peak("float32") == target.flops

@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -84,6 +85,13 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     return f"{rest} s"
+
+
+def about(seconds: float) -> str:
+    """A time that is estimated, in words as exact as an estimate can be: about 40 s, about 4 min 30 s, about 2 h."""
+    steps = ((10, 1), (95, 10), (600, 30), (3600, 60), (36_000, 600), (math.inf, 3600))
+    step = next(step for end, step in steps if seconds < end)
+    return f"about {duration(max(1, round(seconds / step)) * step)}"
 
 
 def percent(amount: float, whole: float) -> str:
@@ -358,12 +366,20 @@ def fitted(text: str, indent: str) -> str:
     """A text in lines that fit a terminal, the second and further ones indented. Elsewhere as it is."""
     if not console.is_terminal:
         return text
-    width = max(min(console.width, COLUMNS), 2 * NAME + len(indent))
+    return wrapped(text, indent, max(min(console.width, COLUMNS), 2 * NAME + len(indent)))
+
+
+def wrapped(text: str, indent: str = "", width: int = COLUMNS) -> str:
+    """Each line of a text broken between words, but not before a unit; its further lines are indented."""
+    glued = re.sub(UNIT, "\\1\N{NO-BREAK SPACE}\\2", text)
     lines = (
         textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
-        for line in text.split("\n")
+        for line in glued.split("\n")
     )
-    return "\n".join(part for line in lines for part in line)
+    return "\n".join(part for line in lines for part in line).replace("\N{NO-BREAK SPACE}", " ")
+
+
+UNIT = r"(\d) ([kMGT]i?B|TFLOP/s|tokens/s|min|s|h|%)(?!\w)"
 
 
 def _print(text: Text) -> None:
@@ -399,13 +415,19 @@ def stage_line(name: str) -> Iterator[None]:
         yield
         return
     live = Live(console)
-    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("starting")), name))
+    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("loading")), name))
     live.start()
     try:
         yield
     finally:
         live.stop()
         _stage_line.pop()
+
+
+def doing(text: str) -> None:
+    """Show on the live line of a stage what it does before it can count anything."""
+    for live, task, _ in _stage_line:
+        live.update(task, told=ProgressText(text))
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def run_recipe(
 
     def before(recipe: Any, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
         ran.extend(plan.stage.name for plan in due)
-        terminal.head(root, plans, due)
+        terminal.head(root, plans, due, lambda: stages_plan.first_seconds(recipe, due))
         trains = any(plan.stage.name == "pretrain" for plan in plans)
         if trains and (reasons := stages_plan.only_here(recipe)):
             info(f"this model can be used here and nowhere else: {'; '.join(reasons)}", "yellow")

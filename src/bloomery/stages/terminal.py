@@ -21,10 +21,10 @@ from typing_extensions import TypedDict
 
 from bloomery.core import log
 from bloomery.core.errors import readable
-from bloomery.core.log import SAMPLES, counted, duration, percent, read_metrics, say, short, size
+from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
-from bloomery.core.run_dir import RunState, StageState
+from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, memory_bytes
 from bloomery.hw.launcher import cores
@@ -39,20 +39,27 @@ TRAINED = ("prefer", "finetune", "pretrain")
 # --- the head ------------------------------------------------------------------------------------------------------
 
 
-def head(root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
-    """What a run will do, where, and for about how long. Nothing where there is nothing to do."""
+def head(
+    root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan], first_seconds: Callable[[], float | None]
+) -> None:
+    """
+    What a run will do, where, and for about how long: as the last run, or of a first one what `first_seconds`
+    estimates. Nothing where there is nothing to do.
+    """
     if not due:
         return
     names = [plan.stage.name for plan in due if not plan.config.is_idle()]
     reused = [plan.stage.name for plan in plans if plan not in due and plan.fresh and not plan.config.is_idle()]
-    seconds = expected(due)
+    last = expected(due)
+    seconds = last or first_seconds() or 0.0
+    source = "going by the last run" if last else "a rough estimate: nothing of it has run yet"
     log.table(
         [
             ("run", str(root)),
             ("machine", machine(Host.here())),
             ("will run", ", ".join(names)),
             *([("up to date", ", ".join(reused))] if reused else []),
-            *([("time", f"about {duration(round(seconds, -1) or 10)}, going by the last run")] if seconds else []),
+            *([("time", f"{about(seconds)}, {source}")] if seconds else []),
             ("Ctrl-C", "is safe: the same command resumes"),
         ]
     )
@@ -328,6 +335,36 @@ def run_line(state: RunState) -> tuple[str, str, str]:
     """A run on a line."""
     kind = "damaged" if state.damaged else "done" if state.done else "runs" if state.pid else "begun"
     return *MARKS[kind], f"{state.root}: {summary(state)}"
+
+
+def clean_lines(
+    root: Path,
+    waste: Sequence[Waste],
+    old: Sequence[Waste],
+    freed: int,
+    moved: Moved,
+    strangers: Sequence[Path],
+    *,
+    asked: bool,
+) -> list[str]:
+    """What `bloomery clean` found of a run, and what it did where it was `asked` to."""
+
+    def row(num_bytes: int, text: str) -> str:
+        return f"{num_bytes / 2**20:10.1f} MiB  {text}"
+
+    lines = [row(item.size, f"{item.path}  ({item.why})") for item in (*waste, *old)]
+    if not waste and not old:
+        lines.append(row(0, "nothing to free"))
+    elif not asked:
+        total = sum(item.size for item in (*waste, *old))
+        lines.append(row(total, f"would go: --yes moves it to {TRASH}"))
+        lines.append(f"{'':16}and frees what is there for a day; --now frees all at once")
+    lines += [row(freed, "freed")] if freed else []
+    if moved.moves:
+        where = f"moved to {root / TRASH}; freed by the next clean after a day"
+        lines += [row(sum(item.size for item in waste), where), "To restore it:"]
+        lines += [f"  {command}" for command in moved.restore()]
+    return lines + [f"{'':16}left: {path} (clean did not put it there)" for path in strangers]
 
 
 def show(text: Text) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.core.config import plain
-from bloomery.core.log import METRICS, Metrics, info, kept, progress
+from bloomery.core.log import METRICS, Metrics, doing, info, kept, progress
 from bloomery.core.signals import StopRequest, Terminated, on_signals
 from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
@@ -211,6 +211,7 @@ class TrainingRun:
         or Ctrl-C, it saves and raises Terminated; in the last save, or as it leaves the model, it ends that first.
         """
         with fsdp.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
+            doing("choosing kernels and number format")
             precision = Precision.of_run(self.config)
             device = precision.device
             distributed.check_devices(self.world, device.torch_device)
@@ -222,14 +223,18 @@ class TrainingRun:
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
+            doing("compiling blocks" if self.config.compile != "off" else "moving the model to its device")
             compile.prepare(self.model, self.config, self.samples, precision, self._desk, self.world)
             optimizers = Optimizers(self.model, self.config.optimizer, precision.muon_dtype, seed=self.config.seed)
             if self.begin is not None:
                 self.begin(precision, rows_at_once(self.config, self.samples.length), self._stop)
             self._validation = self._check()
             if self.config.dry_run and not self._sharded:
+                doing("dry run: two steps, an evaluation and a save")
                 self.config = self._tried(optimizers, precision)
+            doing("validation loss before the first step")
             self._start_loss = self._measured_start(precision)
+            doing("measuring the speed of matmuls")
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state, self._stop.saves = self._checkpoints.resume(), True

@@ -1,4 +1,5 @@
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_what_does_not_fit_is_told_with_the_cheapest_change_that_would() -> None
     assert tight.change is not None
     assert tight.change[1].fits
     assert "adamw8bit" in tight.change[0]
-    assert any("fix" in line and "adamw8bit" in line for line in tight.lines())
+    assert re.search("  fix .*adamw8bit", " ".join(tight.lines()))
 
 
 def test_without_a_known_peak_there_is_no_time() -> None:
@@ -116,7 +117,7 @@ def test_parts_are_told_where_all_on_each_device_is_too_much() -> None:
     assert not made.choice.fits
     assert made.change is not None
     assert made.change[0] == 'pretrain.activation_checkpointing="full" pretrain.parallelism="fsdp"'
-    assert any("sharded" in line and "does not fit" not in line for line in made.lines())
+    assert any("sharded" in line and "too large" not in line for line in made.lines())
     parts = plan(shape, 48_000, two, tokens=2**15, parallelism="fsdp", activation_checkpointing="full")
     assert parts.choice.fits
     assert parts.choice.way.sharded
@@ -144,7 +145,9 @@ def test_a_plan_says_where_its_numbers_come_from() -> None:
     assert facts["speed_from"] == "catalogue"
     assert facts["peak_from"] == "arithmetic"
     assert facts["devices"] == 2
-    assert any("catalogue" in line and "2 x mi300x" in line for line in made.lines())
+    assert "2 x mi300x: 183.32 GiB of 192.00 GiB usable, 1307 TFLOP/s (spec sheet)" in " ".join(
+        "".join(made.lines()).split()
+    )
     assert not any(one["available"] for one in facts["alternatives"] if one["method"] != "full")
     adapted = plan(GPT2, 50_257, card(), finetune=True, lora={"base_dtype": "nf4", "rank": 4})
     assert (adapted.choice.way.method, adapted.choice.way.rank) == ("nf4", 4)
@@ -206,11 +209,11 @@ def test_a_format_has_its_own_peak_or_none(precision: str, peak: float) -> None:
     made = plan(GPT2, 50_257, card("mi300x"), precision=precision)
     assert made.target.peak(precision) == pytest.approx(peak, rel=0.01)  # type: ignore[arg-type]
     assert made.seconds is not None
-    assert f"{peak / 1e12:.4g} TFLOP/s catalogue" in made.lines()[0]
+    assert f"{peak / 1e12:.4g} TFLOP/s (spec sheet)" in " ".join("".join(made.lines()).split())
     unknown = plan(GPT2, 50_257, card("9070xt"), precision="float32")
     assert unknown.seconds is None
     assert unknown.facts()["speed_from"] == "unknown"
-    assert "no peak of it in float32 is known" in "".join(unknown.lines())
+    assert any("no peak in float32 is known" in line for line in unknown.lines())
 
 
 def test_what_does_not_fit_takes_no_time() -> None:

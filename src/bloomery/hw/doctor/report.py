@@ -10,10 +10,11 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bloomery.core.errors import readable
 from bloomery.hw import torch_install
 from bloomery.hw.doctor import compute, gpu, software
 from bloomery.hw.doctor.finding import CheckFunction, Finding, MachineFacts
@@ -117,6 +118,18 @@ def as_lines(finding: Finding, *, details: bool = False, color: bool = False) ->
     return [*lines, *(f"    {line}" for hint in finding.hint.splitlines() for line in pasteable(hint, WIDTH - 4))]
 
 
+def with_lines(
+    findings: Iterable[tuple[str, Finding]], *, details: bool = False, color: bool = False
+) -> Iterator[tuple[Finding, list[str]]]:
+    """Each finding with its lines. The title of a group stands before its first finding."""
+    title = ""
+    for group, finding in findings:
+        head = [] if group == title else [*([""] if title else []), group]
+        clean = replace(finding, value=readable(finding.value), hint=readable(finding.hint))
+        yield finding, [*head, *as_lines(clean, details=details, color=color)]
+        title = group
+
+
 def pasteable(hint: str, width: int) -> list[str]:
     """A fix in lines of at most `width`. A command that is longer continues after a backslash."""
     if re.match(r"[A-Z].*[.)]$", hint):  # a sentence
@@ -157,3 +170,9 @@ def verdict(findings: Sequence[Finding], runs: Path) -> tuple[str, str]:
     if warned := by_status["warn"]:
         return f"This machine can train. It could do better: {', '.join(warned)} (! above).", first_run
     return "This machine is ready to train.", first_run
+
+
+def closing(findings: Sequence[Finding], runs: Path) -> list[str]:
+    """The verdict and the next command, as lines."""
+    sentence, command = verdict(findings, runs)
+    return [*textwrap.wrap(sentence, WIDTH), f"Next: {command}"]

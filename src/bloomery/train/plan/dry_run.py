@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.log import info
+from bloomery.core.log import about, counted, info
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
@@ -109,10 +109,9 @@ class DryRun:
 
 
 def tell(tried: Tried, rows_per_step: int, steps: int, device: Device, world: World) -> None:
-    """Say what came of it."""
-    there = f" of {device.memory_bytes / 2**30:,.1f}" if device.memory_bytes else ""
+    """Say what came of it, and for how long training will take. The run shows this line."""
+    memory = f"{tried.peak_bytes / 2**30:,.1f} GiB"
+    if device.memory_bytes:
+        memory = f"{tried.peak_bytes / 2**30:,.1f} of {device.memory_bytes / 2**30:,.1f} GiB"
     each = tried.step_seconds(rows_per_step, world.size)
-    info(
-        f"  tried two steps, an evaluation and a save: {tried.peak_bytes / 2**30:,.2f} GiB at the peak{there}, "
-        f"{tried.rows} rows at once, about {each:,.2f} s a step and {steps * each / 60:,.1f} minutes for {steps:,}"
-    )
+    info(f"  Dry run OK: {memory}, micro-batch {tried.rows}, {about(steps * each)} for {counted(steps, 'step')}", "dim")

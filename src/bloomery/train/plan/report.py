@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bloomery.core.log import about, counted, wrapped
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
@@ -21,6 +22,7 @@ from bloomery.train.plan.memory import (
     host_needs,
     in_host,
     kv_bytes,
+    needs,
     remarks,
     rows_at_once,
     rows_per_step,
@@ -152,50 +154,53 @@ class PlanReport:
         return max(1, -(-self.ask.rows_per_step // (candidate.way.rows * candidate.way.devices)))
 
     def lines(self) -> list[str]:
-        """As text."""
-        ask, choice = self.ask, self.choice
-        facts, each = self.facts(), "" if ask.steps else " a step"
-        flops = products_per_token(ask.what, choice.way) * ask.tokens
-        lines = [
-            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens{each}, {flops:.3g} FLOPs{each}, "
-            f"on {self._target()}",
-            f"  memory   {self._components()}",
-            f"  host     {self._host()}",
-            f"  choice   {describe(choice)}: {self.why}",
+        """As text of 80 columns."""
+        ask, choice, kv = self.ask, self.choice, kv_bytes(self.ask.what.model)
+        flops = f"{products_per_token(ask.what, choice.way) * ask.tokens:.1e}".replace("e+", "e")
+        each = "" if ask.steps else " a step"
+        rows = [
+            ("on", self._target()),
+            ("setup", f"{describe(choice)}; {self.why}"),
+            ("memory", self._components()),
+            ("host", self._host()),
+            *([("time", self._time())] if choice.fits else [("fix", fix(self))]),
         ]
-        if not choice.fits:
-            lines += self._does_not_fit()
-        else:
-            lines.append(f"  time     {self._time()}")
         if choice.fits and self.target.lent_bytes is not None and choice.peak_bytes > self.target.lent_bytes:
-            lines.append(
-                f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
-                "docs/do/train-on-strix-halo.md has the line"
-            )
-        lines += [f"  note     {one}" for one in self.remarks]
-        if ask.besides:
-            lines.append(f"  note     {ask.besides}")
+            lent = _size(self.target.lent_bytes)
+            hint = "See docs/do/train-on-strix-halo.md."
+            rows.append(("setting", f"Linux lends this GPU {lent} until ttm.pages_limit allows more. {hint}"))
+        rows += [("note", note) for note in (*self.remarks, ask.besides) if note]
         if choice.way.devices > ask.rows_per_step:
             idle = choice.way.devices - ask.rows_per_step
-            lines.append(f"  note     a step has {ask.rows_per_step:,} rows: {idle:,} devices would have none")
-        lines.append(
-            f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
-            f"take {_size(facts['kv_bytes'])}"
-        )
-        lines.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
-        lines += [self._row(one) for one in self._shown()]
-        return lines
+            step = counted(ask.rows_per_step, "sequence")
+            rows.append(("note", f"a step has {step}: {counted(idle, 'device')} would have none"))
+        rows.append(("disk", f"{_size(self.disk_bytes)} for checkpoints and models"))
+        rows.append(("chat", f"keys and values of one full context take {_size(kv)}"))
+        tokens = f"{ask.tokens:,} tokens{each}, {flops} FLOPs{each}"
+        head = f"  {'setup' + self._marks():<46}{'sequences':>10}{'peak':>11}{'tokens/s':>11}"
+        return [
+            f"{ask.stage}: {ask.what.parameters:,} parameters, {tokens}",
+            *(line for label, text in rows for line in wrapped(f"  {label:<8} {text}", " " * 11).split("\n")),
+            "",
+            head,
+            *(self._row(candidate) for candidate in self._shown()),
+        ]
+
+    def _marks(self) -> str:
+        others = [candidate for candidate in self._shown() if candidate is not self.choice]
+        return " (~: estimated)" if any("~" in self._row(candidate) for candidate in others) else ""
 
     def _row(self, candidate: Candidate) -> str:
         rate = f"{candidate.pace.tokens_per_second:,.0f}" if candidate.pace else "unknown"
         timed = self.choice.pace is not None and self.choice.pace.timed
         rate = f"~{rate}" if candidate.pace and timed and not candidate.pace.timed else rate
-        mark = "" if candidate.fits else "  does not fit"
+        rate = rate if candidate.fits else "too large"
         peak = f"{'~' if self.choice.traced and not candidate.traced else ''}{_size(candidate.peak_bytes)}"
-        return f"  {describe(candidate, rows=False):<50} {candidate.way.rows:>5} {peak:>11} {rate:>11}{mark}"
+        name = describe(candidate, rows=False, precision=candidate.way.precision != self.choice.way.precision)
+        return f"  {name:<46}{candidate.way.rows:>10}{peak:>11}{rate:>11}"
 
     def _shown(self) -> list[Candidate]:
-        """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
+        """Of the setups that can be had, for each method, format and sharding: those that fit, or the least."""
         groups: dict[Any, list[Candidate]] = {}
         for candidate, missing in self.others:
             if not missing:
@@ -210,10 +215,11 @@ class PlanReport:
     def _target(self) -> str:
         target = self.target
         peak = target.peak(self.choice.way.precision)
-        speed = "speed unknown" if peak is None else f"{peak / 1e12:.4g} TFLOP/s {target.flops_from}"
-        several = f"{target.devices} ranks, each with its share of " if target.processor else f"{target.devices} x "
+        source = SOURCES[target.flops_from]
+        speed = "speed unknown" if peak is None else f"{peak / 1e12:.4g} TFLOP/s ({source})"
+        several = f"{target.devices} processes, each with its share of " if target.processor else f"{target.devices} x "
         count = several if target.devices > 1 else ""
-        return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
+        return f"{count}{target.name}: {_size(target.usable_bytes)} of {_size(target.memory_bytes)} usable, {speed}"
 
     @property
     def host(self) -> dict[str, int]:
@@ -237,31 +243,22 @@ class PlanReport:
 
     def _components(self) -> str:
         moment, parts = self.choice.at_peak
-        breakdown = " + ".join(f"{words} {_size(parts[name])}" for name, words in PARTS.items() if parts.get(name))
-        how = "traced" if self.choice.traced else "by arithmetic"
-        later = "" if parts.get("gradients") else f"; gradients {_size(self.choice.needs.gradients)} come after it"
-        return f"{_size(self.choice.peak_bytes)} at the peak ({how}, {MOMENTS[moment]}) = {breakdown}{later}"
-
-    def _does_not_fit(self) -> list[str]:
-        if self.change is not None:
-            say, candidate = self.change
-            rows = "1 row" if candidate.way.rows == 1 else f"{candidate.way.rows} rows"
-            return [f"  fix      {say} fits: {_size(candidate.peak_bytes)} with {rows}"]
-        count = self.devices_needed
-        more = "" if count is None else f"; so would {count} such devices, each with its part"
-        return [f"  fix      none of this software's ways fits; a smaller model or context would{more}"]
+        largest_first = sorted((name for name in PARTS if parts.get(name)), key=lambda name: -parts[name])
+        breakdown = ", ".join(f"{PARTS[name]} {_size(parts[name])}" for name in largest_first)
+        how = "traced" if self.choice.traced else "estimated"
+        later = "" if parts.get("gradients") else f"; gradients ({_size(self.choice.needs.gradients)}) come later"
+        return f"{_size(self.choice.peak_bytes)} at the peak, {MOMENTS[moment]} ({how}): {breakdown}{later}"
 
     def _time(self) -> str:
         if self.step_seconds is None or self.choice.pace is None:
-            known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
-            return f"unknown: no peak of {known} is known, and none is borrowed"
-        share = f"matmuls at {self.target.share:.0%} of the {self.target.flops_from} peak"
-        how = "steps of small models, timed here" if self.choice.pace.timed else share
+            known = "of this device" if self.target.flops is None else f"in {self.choice.way.precision}"
+            return f"unknown, because no peak {known} is known"
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        whole = f"{self.step_seconds:,.2f} seconds a step" if self.seconds is None else duration(self.seconds)
-        text = f"{whole} at about {rate:,.0f} tokens/s ({how}; "
-        text += f"{most:,.0f} if nothing else took time"
-        text += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
+        share = f"assuming {100 * self.target.share:.0f} % of the {SOURCES[self.target.flops_from]} peak"
+        how = "timed here with small models" if self.choice.pace.timed else share
+        whole = f"about {self.step_seconds:,.2f} seconds a step" if self.seconds is None else about(self.seconds)
+        text = f"{whole} at {rate:,.0f} tokens/s, {how} (at the full peak: {most:,.0f} tokens/s"
+        text += "; without communication between devices)" if self.target.devices > 1 else ")"
         if self.seconds is None:
             return text
         hours = self.seconds / 3600
@@ -272,6 +269,32 @@ class PlanReport:
         return text
 
 
+def fix(plan: PlanReport) -> str:
+    """What makes a stage fit that does not."""
+    if plan.change is not None:
+        settings, candidate = plan.change
+        sequences = counted(candidate.way.rows, "sequence")
+        return f"{settings} fits: {_size(candidate.peak_bytes)} with {sequences} per micro-batch"
+    context, count = context_that_fits(plan), plan.devices_needed
+    smaller = "a smaller model" if context is None else f"a context of {context:,} tokens (estimated)"
+    more = "" if count is None else f', or {count} such devices with {plan.ask.stage}.parallelism="fsdp"'
+    return f"no other setting makes it fit; use {smaller}{more}"
+
+
+def context_that_fits(plan: PlanReport) -> int | None:
+    """The largest power of two below the context of a plan with which one sequence fits by arithmetic, if any."""
+    ask, length = plan.ask, plan.ask.what.model.context_length
+    for power in range((length - 1).bit_length() - 1, 6, -1):
+        shorter = replace(ask.what, model=ask.what.model.model_copy(update={"context_length": 2**power}))
+        if needs(shorter, replace(ask.way, rows=1)).peak <= plan.target.usable_bytes:
+            return int(2**power)
+    return None
+
+
+SOURCES = {"measured": "measured", "catalogue": "spec sheet", "unknown": "unknown"}
+"""Of a peak, in the words of a text."""
+
+
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -280,7 +303,7 @@ PARTS = {
     "activations": "activations",
     "logits": "logits",
     "update": "update",
-    "gathered": "gathered",
+    "gathered": "gathered weights",
     "libraries": "libraries",
 }
 """Of the peak, as `planning.needs` tells them, and what libraries keep for themselves."""
@@ -290,7 +313,7 @@ HOST_PARTS = {
     "training": "training",
     "saving": "copies of a save",
 }
-MOMENTS = {"loading": "while the model is made", "micro-batch": "in a micro-batch", "update": "in the update"}
+MOMENTS = {"loading": "while the model is built", "micro-batch": "in a micro-batch", "update": "in the update"}
 METHODS = {
     "full": "all weights",
     "lora": "LoRA",
@@ -304,18 +327,17 @@ def _origin(candidate: Candidate) -> str:
     return "trace" if candidate.traced else "arithmetic"
 
 
-def describe(candidate: Candidate, *, rows: bool = True) -> str:
+def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True) -> str:
     way = candidate.way
-    method = METHODS[way.method] + (" in bfloat16" if way.weight_dtype == "bfloat16" else "")
     parts = [
-        method,
-        way.precision,
+        METHODS[way.method] + (" in bfloat16" if way.weight_dtype == "bfloat16" else ""),
+        *([way.precision] if precision else []),
         *([f"checkpointing {way.activation_checkpointing}"] if way.activation_checkpointing != "none" else []),
     ]
     parts += ["sharded"] if way.sharded else []
     if rows:
         tokens = way.rows * candidate.what.model.context_length
-        parts.append(f"{way.rows} row{'s' if way.rows > 1 else ''} ({tokens:,} tokens) at once")
+        parts.append(f"{counted(way.rows, 'sequence')} ({tokens:,} tokens) per micro-batch")
     return ", ".join(parts)
 
 
@@ -325,13 +347,6 @@ def _round(value: float | None) -> float | None:
 
 def _size(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:,.1f} MiB"
-
-
-def duration(seconds: float) -> str:
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:,.0f} seconds"
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
@@ -419,12 +434,11 @@ def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
             return "does not fit into the computer's own memory"
         floor = choice.needs.resting + choice.needs.gradients
         if floor > target.usable_bytes:
-            return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
-        return "does not fit: no room for activations next to weights and optimizer"
+            return "does not fit with any batch: weights, gradients and optimizer alone are too large"
+        return "does not fit: activations have no room next to weights and optimizer"
     if ask.levels and choice.way.activation_checkpointing != "none":
         return "recomputes as little as needed to fit"
     if ask.way.rows:
-        return "as the recipe says, and it fits"
+        return "as the recipe says"
     batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))
-    whole = "the whole step at once" if batches == 1 else f"{batches} micro-batches a step"
-    return f"{whole}; as many rows as fit, up to where more are no faster"
+    return f"{counted(batches, 'micro-batch', 'micro-batches')} per step"
