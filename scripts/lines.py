@@ -22,7 +22,7 @@ BUDGET = {
     "generate": 780,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_600,
+    "stages": 5_700,
 }
 
 

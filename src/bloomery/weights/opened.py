@@ -166,7 +166,7 @@ def own_weights(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-Change = Callable[[str, Tensor], Tensor]
+WeightChange = Callable[[str, Tensor], Tensor]
 """Of the name and the numbers of a weight: what becomes of it before it takes its format."""
 
 
@@ -176,7 +176,7 @@ def filled(
     dtype: LoadFormat,
     device: torch.device | str,
     base: Base = "float32",
-    change: Change | None = None,
+    change: WeightChange | None = None,
 ) -> Transformer:
     """
     A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
