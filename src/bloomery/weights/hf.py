@@ -51,10 +51,11 @@ from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import gguf, integrity, peft
 from bloomery.weights.architectures import WeightMapping, gathered
 from bloomery.weights.opened import CONFIG as CONFIG
+from bloomery.weights.opened import LoadFormat as LoadFormat
 from bloomery.weights.opened import (
-    Change,
     NumberFormat,
     OpenedModel,
+    WeightChange,
     again,
     converted,
     filled,
@@ -63,7 +64,6 @@ from bloomery.weights.opened import (
     read_file,
     understood,
 )
-from bloomery.weights.opened import LoadFormat as LoadFormat
 from bloomery.weights.safetensors import (
     INDEX,
     SHARD_BYTES,
@@ -383,7 +383,7 @@ class _Kept:
     device: torch.device | str
     dtype: LoadFormat
     base: Base
-    change: Change | None = None
+    change: WeightChange | None = None
 
     def filled(self, opened: OpenedModel, num_ids: int) -> Transformer:
         return filled(opened, num_ids, self.dtype, self.device, self.base, self.change)

@@ -166,7 +166,7 @@ def own_weights(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-Change = Callable[[str, Tensor], Tensor]
+WeightChange = Callable[[str, Tensor], Tensor]
 """Of the name and the numbers of a weight: what becomes of it before it takes its format."""
 
 
@@ -176,7 +176,7 @@ def filled(
     dtype: LoadFormat,
     device: torch.device | str,
     base: Base = "float32",
-    change: Change | None = None,
+    change: WeightChange | None = None,
 ) -> Transformer:
     """
     A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
@@ -189,9 +189,11 @@ def filled(
     kept_as = kept_as_in(dtype, opened)
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
         put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
+        if weight.numel() >= quantize.NUMBERS_AT_ONCE:
+            return_freed_memory()  # quantizing leaves gaps, as large as the model
     if opened.config.tie_embeddings:
         model.head.weight = model.embed.weight
-    return_freed_memory()  # quantizing leaves gaps, as large as the model
+    return_freed_memory()
     return model
 
 
