@@ -39,7 +39,7 @@ def load(path: Path, form: ExportFormat, number_format: ExportNumbers) -> Loaded
     """
     short = number_format if number_format in ("bfloat16", "float16") else "float32"
     as_it_is = form == "hf" and not hf.config_of(path)[0].normalize_head
-    return hf.load(path, dtype=short if as_it_is else "float32")  # type: ignore[arg-type]
+    return hf.load(path, dtype=short if as_it_is else "float32")
 
 
 def write(
