@@ -10,12 +10,18 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import CheckpointError, ConfigError
 from bloomery.core.signals import Terminated
+from bloomery.model import lora
+from bloomery.model.config import Lora
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.config import EarlyStopping, Finetune
 from bloomery.train.progress import KeptWeights, best_step, without_gain
+from bloomery.train.savers import AdapterSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation, mean_and_error
 from bloomery.weights import checkpoint
-from tests.train.made import lines, model_bytes, on_cpu, result, session, write_samples
+from bloomery.weights.hf import BaseModel
+from tests.tokenizer.made import small
+from tests.train.made import LINEAGE, lines, model_bytes, on_cpu, result, session, write_samples
 from tests.train.test_trainer import asking
 
 import torch
@@ -62,9 +68,17 @@ def test_the_model_is_that_of_the_lowest_validation_loss_whose_checkpoint_stays(
     assert check.measure(run.model, on_cpu())["validation_loss"] == measured[best]
 
 
-def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [None, Lora(rank=8, base_dtype="nf4")], ids=["all weights", "LoRA on NF4"])
+def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(
+    shards: Path, tmp_path: Path, settings: Lora | None
+) -> None:
     stopping = KeptWeights(keeps_best=True, early_stopping=EarlyStopping())
-    stats = selecting(shards, tmp_path / "out", stopping).run()
+    run = selecting(shards, tmp_path / "out", stopping)
+    if settings is not None:
+        lora.attach(run.model, settings, seed=0)
+        base = BaseModel(tmp_path, "0" * 64)
+        run.model_saver = AdapterSaver(run.model, Renderer(small()), settings, base, LINEAGE)
+    stats = run.run()
     assert stats["ended_early"] is True
     assert stats["best_step"] < stats["steps"] <= stats["best_step"] + 3 * PLANTED["eval_every"]
 

@@ -189,9 +189,11 @@ def filled(
     kept_as = kept_as_in(dtype, opened)
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
         put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
+        if weight.numel() >= quantize.NUMBERS_AT_ONCE:
+            return_freed_memory()  # quantizing leaves gaps, as large as the model
     if opened.config.tie_embeddings:
         model.head.weight = model.embed.weight
-    return_freed_memory()  # quantizing leaves gaps, as large as the model
+    return_freed_memory()
     return model
 
 
