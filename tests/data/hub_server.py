@@ -156,7 +156,7 @@ class Hub:
             return found
         home, commit = found
         if verb == "revision":
-            names = [{"rfilename": path, "size": len(data)} for path, data in sorted(home.commits[commit].items())]
+            names = [self._sibling(path, data) for path, data in sorted(home.commits[commit].items())]
             told = {"_id": "1", "id": dataset, "sha": commit, "siblings": names, "cardData": home.card, "tags": []}
             return _json(told | {"private": False, "gated": "auto" if home.gated else False, "disabled": False})
         rows = self._rows(home.commits[commit], below)
@@ -169,6 +169,11 @@ class Hub:
         if begin + PAGE_ROWS < len(rows):
             page.headers["Link"] = f'<{self.endpoint}{address}?recursive=true&cursor={begin + PAGE_ROWS}>; rel="next"'
         return page
+
+    def _sibling(self, path: str, data: bytes) -> dict[str, Any]:
+        large = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        lfs = {"lfs": large} if len(data) >= self.lfs_bytes else {}
+        return {"rfilename": path, "size": len(data), "blobId": git_name(data), **lfs}
 
     def _rows(self, content: dict[str, bytes], below: str) -> list[dict[str, Any]]:
         paths = sorted(path for path in content if path.startswith(f"{below}/" if below else ""))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bloomery.cli import main
@@ -17,6 +18,7 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import gguf, hf, llmc
 from bloomery.weights.hf import Lineage
 from bloomery.weights.safetensors import save_sharded
+from tests.core.made import manifest
 from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import small
 from tests.tokenizer.test_importers import small_file
@@ -204,6 +206,71 @@ def test_a_place_that_the_system_has_no_folders_in_is_an_error(
 ) -> None:
     saved(tmp_path / "model", SHAPES[0])
     assert "cannot be made" in refused(capsys, "export", tmp_path / "model", "/proc/none/out")
+
+
+def trained_run(root: Path) -> Path:
+    """A run that finetuned a model whose card states a license, and evaluated it; returns the folder of the model."""
+    base, names = root / "base", ["08-instruct-aaaaaaaa", "09-finetune-bbbbbbbb", "10-evaluate-cccccccc"]
+    saved(base, SHAPES[0])
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The base\n")
+    run = root / "runs" / "mine"
+    saved(run / names[1] / "model", SHAPES[0])
+    (run / "recipe.toml").write_text("")
+    sources = [{"kind": "hub", "dataset": "me/talks", "license": "cc0-1.0"}, {"kind": "jsonl", "path": "own.jsonl"}]
+    started = {"start_from": str(base), "lora": {"rank": 8, "base_dtype": "nf4"}}
+    stats = {"steps": 1200, "tokens": 99_000, "validation_loss": 1.25}
+    configs: list[tuple[dict[str, Any], dict[str, Any]]] = [({"sources": sources}, {}), (started, stats), ({}, {})]
+    inputs = [{}, {"instruct": names[0]}, {"finetune": names[1]}]
+    for name, (config, counted), before in zip(names, configs, inputs, strict=True):
+        (run / name).mkdir(parents=True, exist_ok=True)
+        facts = manifest() | {"stage": name.split("-")[1], "config": config, "stats": counted, "inputs": before}
+        (run / name / "manifest.json").write_text(json.dumps(facts))
+    score = {"value": 0.25, "low": 0.2, "high": 0.31, "n": 200}
+    report = {"tasks": {"arc_easy": {"scores": {"acc": score}}}}
+    (run / names[2] / "report.json").write_text(json.dumps(report))
+    (run / "data_card.md").write_text("# Data of mine\n")
+    return run / names[1] / "model"
+
+
+def test_a_model_card_states_base_license_data_training_and_scores_as_the_hub_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, "export", trained_run(tmp_path), tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    front = card.data.to_dict()
+    assert (front["license"], front["datasets"], front["library_name"]) == ("apache-2.0", ["me/talks"], "transformers")
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.metric_type, result.metric_value) == ("arc_easy", "acc", 0.25)
+    for line in (
+        "| base | base |",
+        "| adapters | LoRA of rank 8, base kept as nf4 |",
+        "| tokens | 99,000 |",
+        "| validation loss | 1.2500 nats a token |",
+        "| arc_easy | acc | 0.25 | 0.2 to 0.31 |",
+        "| me/talks | cc0-1.0 |",
+        "| own.jsonl | not stated |",
+        "# Data of mine",
+    ):
+        assert line in card.text.splitlines(), line
+
+
+def test_a_license_that_is_stated_goes_before_that_of_the_base_into_every_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained_run(tmp_path)
+    told(capsys, "export", folder, tmp_path / "a.gguf", "--format", "gguf")
+    assert gguf.read(tmp_path / "a.gguf").license == "apache-2.0"
+    told(capsys, "export", tmp_path / "a.gguf", tmp_path / "again")
+    assert ModelCard.load(tmp_path / "again" / "README.md").data.license == "apache-2.0"
+    told(capsys, "export", folder, tmp_path / "out", "--license", "mit")
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.license == "mit"
+    told(capsys, "import", tmp_path / "out", tmp_path / "copy")
+    saved(tmp_path / "plain", SHAPES[0])
+    told(capsys, "export", tmp_path / "copy", tmp_path / "last")
+    assert ModelCard.load(tmp_path / "last" / "README.md").data.license == "mit"
+    told(capsys, "export", tmp_path / "plain", tmp_path / "unknown")
+    assert "| license | not known: state it with --license" in (tmp_path / "unknown" / "README.md").read_text()
+    assert "is no identifier of a license" in refused(capsys, "export", folder, tmp_path / "x", "--license", "a: b")
 
 
 def test_weights_are_written_in_several_files_with_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Models of a hub: only the files that are needed are fetched, once, and they open without a network afterwards."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_only_files_that_are_needed_are_fetched_once_and_open_offline(
     server.put("me/tiny", there)
     folder = locate.locate_model(NAME)
     assert {one.name for one in folder.iterdir()} == {
-        name for name in there if "/" not in name and name.endswith((".json", ".safetensors"))
+        name for name in there if "/" not in name and name.endswith((".json", ".safetensors", ".md"))
     }
     assert hf.load(folder).tokenizer.hash == hf.load(tmp_path / "model").tokenizer.hash
     server.forget()
@@ -55,6 +56,24 @@ def test_only_files_that_are_needed_are_fetched_once_and_open_offline(
     assert not server.asked()
     with pytest.raises(UnreachableError, match="is not in the cache"):
         locate.locate_model(Path("hub:me/other"))
+
+
+def test_a_full_disk_refuses_only_what_is_not_in_the_cache(
+    server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = files(tmp_path / "model")
+    server.put("me/tiny", there)
+    full = shutil.disk_usage(tmp_path)._replace(free=900)
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.weights.hub.shutil.disk_usage", lambda path: full)
+        with pytest.raises(CheckpointError, match=r"takes .* GB, and 0\.0 GB are free"):
+            locate.locate_model(NAME)
+    folder = locate.locate_model(NAME)
+    server.put("me/tiny", there | {"generation_config.json": b"{}"})  # another commit, whose weights are cached
+    monkeypatch.setattr("bloomery.weights.hub.shutil.disk_usage", lambda path: full)
+    newer = locate.locate_model(NAME)
+    assert newer != folder
+    assert (newer / "model.safetensors").resolve() == (folder / "model.safetensors").resolve()
 
 
 def test_a_model_of_a_hub_is_a_model_for_every_verb(

@@ -19,6 +19,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, peft, pickled
+from bloomery.weights.card import CARD, Provenance, card, provenance
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.opened import NumberFormat
@@ -29,7 +30,7 @@ import torch
 ExportFormat = Literal["hf", "gguf", "llmc"]
 """Formats of whole models; `write_adapters` is for PEFT."""
 ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
-MODEL_FILE, TOKENIZER_FILE, CARD = "model.bin", "tokenizer.bin", "README.md"
+MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
 
 
 def load(path: Path, form: ExportFormat, number_format: ExportNumbers) -> Loaded:
@@ -43,17 +44,23 @@ def load(path: Path, form: ExportFormat, number_format: ExportNumbers) -> Loaded
 
 
 def write(
-    loaded: Loaded, out: Path, form: ExportFormat, number_format: ExportNumbers, shard_bytes: int = SHARD_BYTES
+    loaded: Loaded,
+    out: Path,
+    form: ExportFormat,
+    number_format: ExportNumbers,
+    shard_bytes: int = SHARD_BYTES,
+    license: str | None = None,
 ) -> dict[str, Any]:
     """
     Write a model for another program. Returns what was written: files, architecture and number format. A GGUF file is
-    `out` itself, the other formats are folders.
+    `out` itself, the other formats are folders. `license` replaces the one that the files of the model state.
 
     Raises CheckpointError where it is nothing that the program has, with the choices that it is because of; RunError
     where `out` has files in it.
     """
+    source = provenance(loaded.folder, license)
     if form == "gguf":
-        return _write_gguf(loaded, out, number_format)
+        return _write_gguf(loaded, out, number_format, source)
     if number_format == "q8_0" or number_format == "q4_0":
         hint = "Add --format gguf, or take float32, bfloat16 or float16."
         raise CheckpointError("is a number format of GGUF alone", where=f"--dtype {number_format}", hint=hint)
@@ -62,6 +69,8 @@ def write(
     if form == "llmc":
         if number_format == "float16":
             raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", hint="Take one of these.")
+        size = sum(weight.numel() for weight in loaded.model.parameters()) * getattr(torch, number_format).itemsize
+        info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
         llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
         importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
         integrity.write_sums(out)
@@ -79,16 +88,15 @@ def write(
         name = architectures.architecture(model.config).name
         if name == architectures.BAICHUAN2.name:
             info(f"{out}: transformers loads a {name} with the code of its makers alone", "yellow")
-        with whole_file(out / CARD, "w") as file:
-            file.write(card(loaded, name, number_format))
+        _write_card(loaded, out, name, number_format, source)
         integrity.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
 
 
-def write_adapters(folder: Path, out: Path) -> dict[str, Any]:
+def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[str, Any]:
     """
     Write the adapters of a finetuned model for PEFT, with the tokenizer and chat template that they were trained with.
-    The base is named by its absolute path. Returns what was written, as `write` does.
+    The base is named by its absolute path. Returns what was written, and takes `license`, as `write` does.
 
     Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
     """
@@ -100,61 +108,57 @@ def write_adapters(folder: Path, out: Path) -> dict[str, Any]:
     integrity.verify(folder)
     facts = read_record(folder / peft.CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
     base = hf.base_of(folder)
+    info(f"{out}: {(folder / peft.WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
     hf.write_words(out, words, hf.config_of(folder)[0].context_length, chats=words.chat is not None)
     shutil.copyfile(folder / peft.WEIGHTS, out / peft.WEIGHTS)
     write_json(out / peft.CONFIG, facts | {"base_model_name_or_path": str(base)})
     name = architectures.architecture(hf.config_of(folder)[0]).name
     ranks = {len(a) for a, _ in adapter.pairs.values()}
+    rows = {
+        "base": f"{base}, a {name}",
+        "rank": ", ".join(map(str, sorted(ranks))),
+        "matrices": str(len(adapter.pairs)),
+    }
     with whole_file(out / CARD, "w") as file:
-        file.write(
-            f"---\nlibrary_name: peft\nbase_model: {base.name}\n---\n\n# {out.name}\n\nAdapters for {base}, a {name}. "
-            f"Rank {', '.join(map(str, sorted(ranks)))} on {len(adapter.pairs)} matrices. Made with Bloomery.\n"
-        )
+        file.write(card(provenance(folder, license), rows, library="peft", title=out.name))
     return {"architecture": name, "number_format": "float32", "files": sorted(one.name for one in out.iterdir())}
 
 
-def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict[str, Any]:
+def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers, source: Provenance) -> dict[str, Any]:
     """As `write`, for one GGUF file."""
     if out.suffix != gguf.SUFFIX or out.exists():
         why = "exists" if out.exists() else f"is no name that ends with {gguf.SUFFIX}"
         raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{gguf.SUFFIX}")
     model = _said_otherwise(loaded.model)
     info(f"{out}: {gguf_writer.size_bytes(model, number_format) / 2**30:.2f} GiB of weights in {number_format}")
-    name = gguf_writer.write(out, model, loaded.tokenizer, _words(loaded), number_format, out.stem)
+    name = gguf_writer.write(out, model, loaded.tokenizer, _words(loaded, source.license), number_format, out.stem)
     return {"architecture": name, "number_format": number_format, "files": [out.name]}
 
 
-def _words(loaded: Loaded) -> GGUFWords:
+def _words(loaded: Loaded, license: str | None) -> GGUFWords:
     """What a GGUF file says about text, as `hf.save` says it in a model folder."""
     words, chats = loaded.language, loaded.lineage.template is not None
     source = words.chat.source if words.chat is not None and (chats or not words.is_ours) else None
     generation = {"temperature": TEMPERATURE, "top_p": 1.0} if words.is_ours else words.generation
-    return GGUFWords(words.roles_with(chats=chats), source, generation)
+    return GGUFWords(words.roles_with(chats=chats), source, generation, license=license)
 
 
-def card(loaded: Loaded, architecture: str, number_format: str) -> str:
-    """The model card of a folder, in Markdown: what is known of the model, and the data card of its run."""
+def _write_card(loaded: Loaded, folder: Path, architecture: str, number_format: str, source: Provenance) -> None:
+    """The model card of a folder."""
     config, lineage = loaded.model.config, loaded.lineage
-    parameters = sum(weight.numel() for weight in loaded.model.parameters())
     rows = {
         "architecture": architecture,
-        "parameters": f"{parameters:,}",
+        "parameters": f"{sum(weight.numel() for weight in loaded.model.parameters()):,}",
         "number format": number_format,
         "context": f"{config.context_length:,} tokens",
         "vocabulary": f"{loaded.model.vocab_size:,} token IDs",
-        "chat template": loaded.renderer.name if lineage.template is not None else "none",
-        "base": lineage.base or "none",
-        "training data": lineage.shards,
-        "license": "not known: write it here before you publish the model",
+        "chat template": loaded.language.chat.name if loaded.language.chat is not None else "none",
+        "hash of the base": lineage.base or "none",
+        "hash of the data": lineage.shards,
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-    text = (
-        f"{front}\n# {loaded.folder.resolve().parent.parent.name}\n\nMade with Bloomery.\n\n| | |\n|---|---|\n{table}\n"
-    )
-    cards = sorted(loaded.folder.resolve().parent.parent.glob("[0-9][0-9]-*/data_card.md"))
-    return f"{text}\n{cards[-1].read_text(encoding='utf-8')}" if cards else text
+    with whole_file(folder / CARD, "w") as file:
+        file.write(card(source, rows))
 
 
 def push(folder: Path, repository: str, *, public: bool) -> str:
@@ -240,6 +244,8 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     dtype = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
     number_format: NumberFormat = dtype  # type: ignore[assignment]
     hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
+    if (path := loaded.folder / CARD).is_file():
+        shutil.copyfile(path, out / CARD)  # it states the license
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
     return {

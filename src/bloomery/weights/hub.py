@@ -23,8 +23,8 @@ from bloomery.core.log import info
 PREFIX = HUB
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
 SPELLED = "Write hub:OWNER/NAME, hub:OWNER/NAME@REVISION, or hub:OWNER/NAME/FILE.gguf."
-FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-"""Files at the top of a repository that a model may consist of."""
+FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
+"""Files at the top of a repository that a model may consist of, and its card, which states the license."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TRUE = ("1", "ON", "YES", "TRUE")
 T = TypeVar("T")
@@ -91,12 +91,21 @@ def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
             if ggufs:
                 hint = f"Name one of its GGUF files, as {PREFIX}{model.repository}/{ggufs[0]}"
             raise CheckpointError("has no weights as safetensors", where=name, hint=hint)
+    cached = {file.rfilename for file in listed.siblings if _is_cached(model.repository, file)}
     size, room = sum(sizes[file] for file in needed), shutil.disk_usage(_nearest(_cache())).free
-    if size > room:
+    missing = sum(sizes[file] for file in needed if file not in cached)
+    if missing > room:
         hint = "Free some, or set HF_HOME to a folder on a larger disk."
-        raise CheckpointError(f"takes {size / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free", where=name, hint=hint)
-    info(f"{name}: {len(needed)} files, {size / 1e9:.2f} GB, from {listed.sha[:12]}", "dim")
+        raise CheckpointError(f"takes {missing / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free", where=name, hint=hint)
+    shown = f"{size / 1e9:.2f} GB, {missing / 1e9:.2f} GB of them to fetch"
+    info(f"{name}: {len(needed)} files, {shown}, from {listed.sha[:12]}", "dim")
     return needed
+
+
+def _is_cached(repository: str, file: Any) -> bool:
+    """Whether the cache holds the content of a file that the hub lists, from whichever commit."""
+    blob = file.lfs.sha256 if file.lfs else file.blob_id
+    return bool(blob) and (_cache() / f"models--{repository.replace('/', '--')}" / "blobs" / blob).is_file()
 
 
 def _cache() -> Path:
