@@ -281,8 +281,8 @@ LONGEST = 30
 """Words of a sentence, at most."""
 MEAN, MEAN_OF_README, MEAN_OF_DOCSTRINGS = 18, 16, 15
 """Mean words of a sentence, at most: of a page, of README.md, and of all docstrings together."""
-PRINTS = ("info", "note", "tell")
-"""Functions that print a line of a run. A class named …Error makes a message too."""
+PRINTS, HELPS = ("info", "note", "tell", "say", "doing"), ("_verb", "_group")
+"""Functions that print a line of a run, and those that make a help text. A class named …Error makes a message too."""
 KEYWORDS = ("hint", "help", "description", "epilog")
 """Arguments that a person reads."""
 MIN_WORDS = 3
@@ -395,12 +395,20 @@ def literal(node: ast.AST) -> str:
 
 def messages(path: Path) -> Iterator[list[Sentence]]:
     """Errors, hints, help texts and lines of a run, each line of them as a list."""
-    for node, _ in nodes(path):
+    every = [node for node, _ in nodes(path)]
+    assigned: dict[str, list[ast.expr]] = {}
+    for node in every:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    for node in every:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        texts = node.args[:1] if name in PRINTS or name.endswith("Error") else []
-        for text in [*texts, *(word.value for word in node.keywords if word.arg in KEYWORDS)]:
+        texts = node.args if name in HELPS else node.args[:1] if name in PRINTS or name.endswith("Error") else []
+        helps = [word.value for word in node.keywords if word.arg == "help"]
+        named = sorted({text.id for text in (*texts, *helps) if isinstance(text, ast.Name)})
+        texts = [*texts, *(word.value for word in node.keywords if word.arg in KEYWORDS)]
+        for text in [*texts, *(value for word in named for value in assigned.pop(word, []) if helps or name in HELPS)]:
             for line in literal(text).splitlines():
                 yield [replace(sentence, line=text.lineno) for sentence in sentences(path, 1, line)]
 

@@ -655,4 +655,6 @@ def test_serve_takes_its_token_from_a_flag_or_the_environment_and_needs_it_where
     monkeypatch.setenv("BLOOMERY_TOKEN", "of the environment")
     assert call("serve", "--runs", tmp_path)[0] == 0
     assert call("serve", "--runs", tmp_path, "--token", "of the flag")[0] == 0
-    assert tokens == ["of the environment", "of the flag"]
+    monkeypatch.setenv("BLOOMERY_TOKEN", "")
+    assert call("serve", "--runs", tmp_path)[0] == 0
+    assert tokens == ["of the environment", "of the flag", None], "an empty variable is none"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery import __version__
 from tests.weights.made import model
 
 ROOT = Path(__file__).parents[1]
@@ -73,3 +74,21 @@ def test_no_more_modules_are_loaded_than_one_thing_needs(name: str, tmp_path: Pa
     command = [sys.executable, "-c", program + COUNT, str(model(tmp_path / "model", context=100))]
     names = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
     assert len(names) <= most, "\n".join(names)
+
+
+FIRST_LINE = """
+import sys
+from bloomery import cli
+from bloomery.core import log
+def say(text, **style):
+    print(text, sorted({"torch", "numpy", "pyarrow", "pydantic", "bloomery.recipe"} & sys.modules.keys()))
+    raise SystemExit(0)
+log.say = say
+cli.main(["run", "recipes/demo.toml"])
+"""
+
+
+def test_the_first_line_of_a_run_comes_before_anything_large_is_imported() -> None:
+    command = [sys.executable, "-c", FIRST_LINE]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert out == f"Bloomery {__version__} · recipes/demo.toml []\n"

@@ -44,7 +44,7 @@ DATA = {
         "drop documents that hold questions of evaluation tasks",
         "unique/kept --out fair --against q.jsonl",
     ),
-    "tokenize": ("turn documents into token shards", "fair/kept --out shards --tokenizer tokenizer.json"),
+    "tokenize": ("turn documents into token shards", "fair/kept --out tokens --tokenizer tokenizer.json"),
 }
 """The verbs of `data`: what each does, and an example."""
 
@@ -160,7 +160,10 @@ def _data_verbs(verbs: Any) -> None:
         verb = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
         verb.set_defaults(verb="data", what=name)
         verb.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
-        verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to resume in")
+        holds = "shards/, tokenizer/ and dropped/" if name == "tokenize" else "kept/ and dropped/"
+        verb.add_argument(
+            "--out", type=_path, required=True, metavar="DIR", help=f"a new folder for {holds}, or one to resume in"
+        )
         verb.set_defaults(settings=[])
         verb.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
         fields = _group(verb, "fields of jsonl, parquet and csv", f"data {name} in/ --out out --text-field body")
@@ -175,7 +178,8 @@ def _data_verbs(verbs: Any) -> None:
         if name == "decontaminate":
             verb.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":
-            verb.add_argument("--tokenizer", type=_path, help="tokenizer.json, .model, .tiktoken or a folder with one")
+            source = "a run, a tokenizer.json, .model, .tiktoken, or a folder with one (default: train one)"
+            verb.add_argument("--tokenizer", type=_path, help=source)
 
 
 def _path(text: str) -> Path:
@@ -604,7 +608,8 @@ def data(options: argparse.Namespace) -> int:
     print(f"{result['documents']:>12,} documents\n{result['kept']:>12,} kept\n{result['dropped']:>12,} dropped")
     for reason, count in sorted(result["reasons"].items(), key=lambda pair: (-pair[1], pair[0])):
         print(f"{count:>12,}   {reason}")
-    info(f"{options.out}: done in {result['seconds']:.1f} s")
+    where = options.out / ("shards" if options.what == "tokenize" else "kept")
+    info(f"{where}: done in {log.duration(result['seconds'])}")
     return 0
 
 
@@ -677,7 +682,7 @@ def serve(options: argparse.Namespace) -> int:
         hint = "Name a model, or the folder that holds run folders: --runs DIR"
         raise RunError("does not exist", where=str(options.runs), hint=hint)
     named = {str(model): locate_model(model) for model in options.models}
-    token = os.environ.get("BLOOMERY_TOKEN") if options.token is None else options.token
+    token = (os.environ.get("BLOOMERY_TOKEN") or None) if options.token is None else options.token
     serve_models(ModelRegistry(options.runs, named, options.dtype), options.host, options.port, token)
     return 0
 

@@ -1,6 +1,8 @@
 import io
 import math
+import os
 import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -127,6 +129,41 @@ def test_a_stage_has_one_live_line_for_all_its_work_and_nothing_wraps(monkeypatc
     assert all(any(f" dedup      {rest}" in line for line in lines) for rest in ("loading", "━━━━"))
     assert all(any(f"{work} 2/4 parts  50 %" in line for line in lines) for work in ("sign", "compare"))
     assert [line[:13] for line in lines if "word" in line] == ["✓ dedup      ", *[" " * 13] * 3]
+
+
+SAID = "from bloomery.core import log; log.say('fine', mark='✓', name='dedup', style='green')"
+FOUND = """
+from bloomery import cli
+from bloomery.hw.doctor import report
+from bloomery.hw.doctor.finding import Finding
+report.GROUPS = {"Machine": (lambda facts: [Finding(id="python", status="ok", value="fine")],)}
+cli.main(["doctor"])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
+@pytest.mark.parametrize("program", [SAID, FOUND], ids=["run", "doctor"])
+def test_marks_are_colored_on_a_terminal_and_nowhere_else(program: str) -> None:
+    def shown(**more: str) -> str:
+        leader, follower = os.openpty()
+        surroundings = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+        surroundings |= {"TERM": "xterm", "COLUMNS": "80"} | more
+        with os.fdopen(follower, "wb") as terminal:
+            subprocess.run(
+                [sys.executable, "-c", program], check=True, stdout=terminal, stderr=terminal, env=surroundings
+            )
+        try:
+            return os.read(leader, 2**16).decode()
+        finally:
+            os.close(leader)
+
+    assert "\x1b[32m✓" in shown()
+    for more in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert "✓" in shown(**more)
+        assert "\x1b[32m" not in shown(**more)
+    piped = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "✓" in piped.stdout + piped.stderr
+    assert "\x1b" not in piped.stdout + piped.stderr
 
 
 def test_metrics_of_lost_work_are_dropped_on_resume(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bloomery import cli, recipe
 from bloomery.core.pipeline import Stage, plan_stages
 from bloomery.data import documents as data_documents
 from bloomery.stages import data_tools
+from bloomery.tokenizer.tokenizer import Tokenizer
 from tests.test_end_to_end import prose
 
 TEXTS = [prose(random.Random(number)) for number in range(30)]
@@ -186,6 +188,14 @@ def test_tokenize_leaves_shards_and_loses_nothing(tmp_path: Path, capsys: pytest
     assert result["stats"]["tokens"] == sum(
         path.stat().st_size // 2 - 512 for path in (out / "shards").glob("train*.bin")
     )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "current.json").write_text('{"tokenizer": "05-tokenizer-00000000"}')
+    again = ["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "again"), "--tokenizer", str(run)]
+    assert "has no finished tokenizer" in tool(capsys, *again, code=2)["error"]
+    shutil.copytree(out / "tokenizer", run / "05-tokenizer-00000000")
+    assert tool(capsys, *again)["stats"]["tokens"] == result["stats"]["tokens"], "the tokenizer of a run"
+    assert Tokenizer.load(tmp_path / "again" / "tokenizer").hash == Tokenizer.load(out / "tokenizer").hash
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from bloomery.core.pipeline import StagePlan
 from bloomery.recipe import STAGES, Recipe
 from bloomery.stages import plan as stages_plan
 from bloomery.stages.terminal import sentence
+from tests.calling import Call
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 NO_DOMAINS = ("evaluate.domains=[]", "shard.weights=[]", "filter.rules=[]", "filter.min_scores=[]")
@@ -72,6 +73,18 @@ def test_no_time_is_estimated_where_a_gpu_or_another_host_decides_it(monkeypatch
     assert stages_plan.first_seconds(*demo(f"fetch.sources=[{hub}]", *NO_DOMAINS)) is None
     monkeypatch.setattr(stages_plan, "find_gpus", lambda host: ["a GPU"])
     assert stages_plan.first_seconds(*demo()) is None
+
+
+def test_documents_without_one_for_validation_end_a_run_after_fetch_with_the_fix(call: Call, tmp_path: Path) -> None:
+    recipe = tmp_path / "few.toml"
+    source = '{kind = "worlds", name = "worlds", domain = "worlds", count = 5}'
+    recipe.write_text(f'name = "few"\n[fetch]\nsources = [{source}]\n')
+    words = ["run", recipe, "--until", "shard", "--runs", tmp_path / "runs", "tokenizer.vocab_size=300"]
+    code, _, err = call(*words, "shard.val_fraction=1e-6")
+    assert code == 2
+    assert "no document is left for validation" in err
+    assert "Raise shard.val_fraction" in err
+    assert [path.parent.name[:8] for path in (tmp_path / "runs").rglob("manifest.json")] == ["01-fetch"]
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,7 @@ def run(
     only: str | None = None,
     before: Callable[[Any, Sequence[StagePlan], Sequence[StagePlan]], None] = lambda recipe, plans, due: None,
     sentence: Sentence = plain_sentence,
+    between: Callable[[StagePlan], None] = lambda plan: None,
     after: Callable[[Path], None] = lambda root: None,
 ) -> list[str]:
     """
@@ -343,8 +344,8 @@ def run(
     Returns the stages that are still to run.
 
     Nobody else can run in the folder meanwhile. `before` is called with the plans of all stages and of those that will
-    run now, when all of these can; `after` when the stages have run. Raises what `check_names`, `check_sections`,
-    `plan_stages` and `execute` do.
+    run now, when all of these can. `between` is called after each stage, and `after` when the stages have run. Raises
+    what `check_names`, `check_sections`, `plan_stages` and `execute` do.
     """
     check_names(stages, until, only)
     check_sections(stages, recipe, until=until, only=only)
@@ -357,7 +358,7 @@ def run(
         remember(root, recipe, plans)
         due = ready(plans, until=until, only=only)
         before(recipe, plans, due)
-        execute(plans, until=until, only=only, sentence=sentence)
+        execute(plans, until=until, only=only, sentence=sentence, between=between)
         after(root)
         return [plan.stage.name for plan in plans if not plan.fresh]
 
@@ -466,6 +467,7 @@ def execute(
     until: str | None = None,
     only: str | None = None,
     sentence: Sentence = plain_sentence,
+    between: Callable[[StagePlan], None] = lambda plan: None,
 ) -> dict[str, str]:
     """
     Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
@@ -477,6 +479,7 @@ def execute(
     done: dict[str, str] = {}
     for plan in requested(plans, until=until, only=only):
         done[plan.stage.name] = "fresh" if plan.fresh else _run(plan, sentence)
+        between(plan)
     return done
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from bloomery.core import config, pipeline
+from bloomery.core import config, pipeline, run_dir
 from bloomery.core import io as core_io
 from bloomery.core.config import Config, Override
 from bloomery.core.errors import ConfigError, DataError, RunError
@@ -188,7 +188,7 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
     if asked.tool == "tokenize":
         section.setdefault("val_fraction", 0.0)
     if asked.tokenizer is not None:
-        tree["tokenizer"] = {"kind": "import", "path": str(asked.tokenizer)}
+        tree["tokenizer"] = {"kind": "import", "path": str(_tokenizer_of(asked.tokenizer))}
     for path, value in map(config.split_override, asked.settings):
         known = path.partition(".")[0] in ToolSections.model_fields
         config.apply_override(tree, (path if known else f"{tool.section}.{path}", value))
@@ -198,6 +198,16 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
     if "tokenizer" in tree:
         tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(ToolSections, tree, where=f"bloomery data {asked.tool}")
+
+
+def _tokenizer_of(path: Path) -> Path:
+    """A tokenizer, or that of a run. Raises RunError for a run that has none yet."""
+    if not (path / pipeline.CURRENT).is_file():
+        return path
+    folder = run_dir.current(path).get("tokenizer")
+    if folder is None or pipeline.find_manifest(folder) is None:
+        raise RunError("has no finished tokenizer", where=str(path), hint="bloomery run RECIPE --until tokenizer")
+    return folder
 
 
 def _check_paths(asked: DataCommand) -> None:

@@ -72,12 +72,24 @@ def run_recipe(
         if trains and (reasons := stages_plan.only_here(recipe)):
             info(f"this model can be used here and nowhere else: {'; '.join(reasons)}", "yellow")
 
+    def between(plan: StagePlan) -> None:
+        if plan.stage.name in ("fetch", "filter", "dedup") and "shard" in ran:
+            resolve("bloomery.stages.shard:check_validation")(recipe.shard, plan.folder)
+
     def after(root: Path) -> None:
         write_card(root)
         write_page(root)
 
     left = pipeline.run(
-        stages, recipe, root, until=until, only=only, before=before, sentence=terminal.sentence, after=after
+        stages,
+        recipe,
+        root,
+        until=until,
+        only=only,
+        before=before,
+        sentence=terminal.sentence,
+        between=between,
+        after=after,
     )
     asked = f"up to {until}" if until else f"only {only}" if only else ""
     idle = {name for name in left if (section := getattr(recipe, name)) is None or section.is_idle()}

@@ -77,6 +77,26 @@ class Stream:
     quotas: Mapping[str, MixShare]
 
 
+def no_validation(config: Shard) -> DataError:
+    what = f"with shard.val_fraction={config.val_fraction:g} no document is left for validation"
+    more = f"Raise shard.val_fraction (up to {LARGEST_SHARE:g}), or f" if config.val_fraction < LARGEST_SHARE else "F"
+    return DataError(what, where="shard", hint=f"{more}etch more documents; {CUT}")
+
+
+def check_validation(config: Shard, folder: Path) -> None:
+    """
+    Raises DataError where none of the documents that a stage hands on is for validation: then none is later either.
+    Reads up to the first that is.
+    """
+    if config.imported is not None or not config.val_fraction:
+        return
+    for path in data_documents.parts(data_documents.handed_on(folder)):
+        for batch in data_documents.part_batches(path, ["text"]):
+            if any(data_documents.is_held_out(text, config.val_fraction) for text in batch.column(0).to_pylist()):
+                return
+    raise no_validation(config)
+
+
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
@@ -102,12 +122,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     runs = [TokenRun(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
     if not held and config.val_fraction:
-        what = f"with shard.val_fraction={config.val_fraction:g} no document is left for validation"
-        more = (
-            f"Raise shard.val_fraction (up to {LARGEST_SHARE:g}), or f" if config.val_fraction < LARGEST_SHARE else "F"
-        )
-        hint = f"{more}etch more documents; {CUT}"
-        raise DataError(what, where="shard", hint=hint)
+        raise no_validation(config)
     if not train:
         what = f"with shard.val_fraction={config.val_fraction:g} every document is for validation, and none to train on"
         raise DataError(what, where="shard", hint=f"Lower it, or fetch more documents; {CUT}")
