@@ -650,9 +650,10 @@ def q8_inputs(model: Path, quick: bool) -> dict[str, Any]:
 
 def in_q8_0(x: torch.Tensor) -> torch.Tensor:
     """Numbers rounded to blocks of 32 whole numbers from -127 to 127, with a scale in float16."""
-    blocks = x.unflatten(-1, (-1, 32))
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
-    return ((blocks / scale).round() * scale.half().float()).flatten(-2)
+    rounded: torch.Tensor = (blocks / scale).round() * scale.half().float()
+    return rounded.flatten(-2)
 
 
 # --- tasks ---------------------------------------------------------------------------------------------------------
