@@ -119,6 +119,8 @@ def test_a_stage_has_one_live_line_for_all_its_work_and_nothing_wraps(monkeypatc
     console = Console(file=screen, force_terminal=True, width=60, color_system=None, soft_wrap=True)
     monkeypatch.setattr(log, "console", console)
     with log.stage_line("dedup"):
+        log.doing("dry run")
+        log._stage_line[-1][0].refresh()
         for work in ("sign", "compare"):
             with progress(work, "parts", 4) as meter:
                 meter.at(2, percent=49.6)
@@ -126,7 +128,7 @@ def test_a_stage_has_one_live_line_for_all_its_work_and_nothing_wraps(monkeypatc
     log.say("word " * 30, mark="✓", name="dedup")
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))]
     assert max(map(len, lines)) <= 60
-    assert all(any(f" dedup      {rest}" in line for line in lines) for rest in ("loading", "━━━━"))
+    assert all(any(f" dedup      {rest}" in line for line in lines) for rest in ("loading", "dry run", "━━━━"))
     assert all(any(f"{work} 2/4 parts  50 %" in line for line in lines) for work in ("sign", "compare"))
     assert [line[:13] for line in lines if "word" in line] == ["✓ dedup      ", *[" " * 13] * 3]
 
