@@ -175,9 +175,10 @@ def test_all_weights_of_the_shape_of_qwen_1_5b_are_trained_on_a_card_of_16_gb_in
 
 
 @pytest.mark.slow
-def test_a_trace_of_that_shape_agrees_with_the_arithmetic() -> None:
-    settings = {"weight_dtype": "bfloat16", "activation_checkpointing": "full", "micro_batch_tokens": 1024}
-    plan = qwen_plan(traced=True, optimizer={"kind": "adamw8bit"}, **settings)
+def test_a_trace_of_that_shape_finds_less_than_10_gib_and_no_more_than_the_arithmetic() -> None:
+    settings = {"weight_dtype": "bfloat16", "activation_checkpointing": "full", "optimizer": {"kind": "adamw8bit"}}
+    plan = qwen_plan(traced=True, global_batch_tokens=2**13, **settings)
     assert plan.choice.fits
-    assert plan.choice.peak_bytes == pytest.approx(plan.choice.needs.peak, rel=0.1)
-    assert plan.choice.peak_bytes < 12 * GIB
+    assert plan.choice.way.rows == 8
+    assert plan.choice.peak_bytes < 10 * GIB
+    assert plan.choice.peak_bytes <= plan.choice.needs.peak
