@@ -229,6 +229,7 @@ def test_a_recipe_that_does_not_fit_ends_with_2_and_with_a_command_of_settings_t
     assert "\nIt fits: " in out
 
 
+@pytest.mark.slow
 def test_the_verdict_names_the_context_of_a_preset_where_its_activations_decide() -> None:
     large = plan(ModelConfig(preset="llama-3.1-8b"), 128_256, card("h100"))
     first, *rest = stages_plan.verdict({"pretrain": large})

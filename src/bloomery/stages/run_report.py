@@ -70,7 +70,7 @@ def run_recipe(
         terminal.head(root, plans, due, lambda: stages_plan.first_seconds(recipe, due))
         trains = any(plan.stage.name == "pretrain" for plan in plans)
         if trains and (reasons := stages_plan.only_here(recipe)):
-            info(f"this model can be used here and nowhere else: {'; '.join(reasons)}", "yellow")
+            info(f"only Bloomery can load this model: {'; '.join(reasons)}", "yellow")
 
     def between(plan: StagePlan) -> None:
         if plan.stage.name in ("fetch", "filter", "dedup") and "shard" in ran:

@@ -330,7 +330,7 @@ def _origin(candidate: Candidate) -> str:
 def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True) -> str:
     way = candidate.way
     parts = [
-        METHODS[way.method] + (" in bfloat16" if way.weight_dtype == "bfloat16" else ""),
+        "bfloat16 weights" if way.weight_dtype == "bfloat16" else METHODS[way.method],
         *([way.precision] if precision else []),
         *([f"checkpointing {way.activation_checkpointing}"] if way.activation_checkpointing != "none" else []),
     ]
