@@ -193,7 +193,7 @@ TRIALS = [
 
 USED: list[str] = []
 FACTORS = {"zeros": 0.0, "nan": float("nan"), "flip": -1.0}
-WRITTEN = ("y_at", "dx_at", "dweight_at", "scores_at")
+WRITTEN = ("y_at", "dx_at", "dweight_at", "logits_at")
 
 
 def spoil(name: str, fault: str) -> None:

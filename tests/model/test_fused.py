@@ -88,7 +88,7 @@ def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another()
         "rms-norm-triton norm_grads flip": "norm, gradient of x: has the wrong sign (cosine -1.00)",
         "cross-entropy-triton entropy nan": "loss, gradient of s: returns NaN or infinity",
         "rotary-triton rotate flip": "rotated: has the wrong sign (cosine -1.00)",
-        "rotary-norm-triton turn_grads zeros": "turned, gradient of x: returns zeros",
+        "rotary-norm-triton rotate_grads zeros": "rotated, gradient of x: returns zeros",
         "nf4-triton nf4_product flip": "product: has the wrong sign (cosine -1.00)",
     }
 

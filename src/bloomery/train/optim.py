@@ -190,9 +190,9 @@ class RoundedAdamW(ElementwiseOptimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
         state["step"] += 1
-        (t, (beta1, beta2)), slope = (_number(state["step"]), group["betas"]), gradient.to(weight.dtype)
-        state["exp_avg"].lerp_(slope, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+        (t, (beta1, beta2)), grad = (_number(state["step"]), group["betas"]), gradient.to(weight.dtype)
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
         weight.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta1**t))
 
