@@ -164,7 +164,9 @@ def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_w
         needed = {"pretrain": ["pretrain"], "finetune": ["pretrain", "finetune"], "evaluate": ["pretrain", "finetune"]}
         assert facts["missing_sections"] == needed
     assert cli.main(["plan", str(text_only), *runs]) == 0
-    assert "finetune, evaluate: the recipe has no [pretrain] and [finetune]" in " ".join(capsys.readouterr().out.split())
+    assert "finetune, evaluate: the recipe has no [pretrain] and [finetune]" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert cli.main(["run", str(root / "recipe.toml"), *runs, "--until", "shard"]) == 0
     said = capsys.readouterr().err
     assert "Up to date, up to shard as you asked. Still to run: instruct." in said
