@@ -89,7 +89,7 @@ class _NativeModel(ctypes.Structure):
 class _NativeStep(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")] + [
         (name, ctypes.c_void_p)
-        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "x", "logits", "hidden", "room")
+        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "x", "logits", "room")
     ]
 
 
@@ -367,7 +367,7 @@ class Decoder:
         room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
         padded = -(-self.vocab_size // PANEL) * PANEL
         logits = torch.empty(len(outputs), padded)
-        addresses = (*numbers, pages, memory.keys, memory.values, x.contiguous(), logits, None, room)
+        addresses = (*numbers, pages, memory.keys, memory.values, x.contiguous(), logits, room)
         step = _NativeStep(N, len(outputs), pages.shape[1], threads, *map(_at, addresses))
         library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
         return logits[:, : self.vocab_size]

@@ -291,12 +291,12 @@ def compiled() -> None:
     plain, output = _block(x, *weights), fast(x, *weights)
     compare("forward", output, plain)
     say(trying="gradients")
-    grad = torch.randn_like(plain)
-    right = torch.autograd.grad(plain, [x, *weights], grad)
-    grads = torch.autograd.grad(output, [x, *weights], grad)
+    upstream = torch.randn_like(plain)
+    right = torch.autograd.grad(plain, [x, *weights], upstream)
+    grads = torch.autograd.grad(output, [x, *weights], upstream)
     for name, grad, other in zip(("x", "qkv", "out", "up", "down"), grads, right, strict=True):
         compare(f"gradient of {name}", grad, other)
-    tell_time(device, lambda: torch.autograd.grad(fast(x, *weights), [x, *weights], grad))
+    tell_time(device, lambda: torch.autograd.grad(fast(x, *weights), [x, *weights], upstream))
 
 
 def _block(x: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -409,8 +409,8 @@ def forward_and_back(
     poison(*(one.detach() for one in theirs))
     grads = torch.autograd.grad(actual, theirs, upstream.to(actual.dtype))
     right = torch.autograd.grad(expected, ours, grad.double())
-    for name, grad, other in zip(names, grads, right, strict=True):
-        compare(f"{case}, gradient of {name}", grad, other)
+    for name, theirs_grad, other in zip(names, grads, right, strict=True):
+        compare(f"{case}, gradient of {name}", theirs_grad, other)
 
 
 def rms_norm() -> None:

@@ -74,7 +74,7 @@ struct Step {
     const int64_t *sequence, *position, *wanted;
     const int32_t *pages;
     void *keys, *values;
-    float *x, *logits, *hidden;  // hidden [outputs, width]: after the last norm; may be null
+    float *x, *logits;
     float *room;
 };
 }
@@ -367,9 +367,8 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
         add(m.layer[m.layers - 1].mlp_post, t);
         before(m.norm, t, s.x + t * m.width);
         copy(entry + i * size.x, read_from + t * size.x);
-        if (s.hidden) copy(s.hidden + i * m.width, entry + i * size.x);
     });
-    if (s.logits) times(m.logits, s.outputs, entry, size.x, s.logits, padded(m.logits.rows, PANEL));
+    times(m.logits, s.outputs, entry, size.x, s.logits, padded(m.logits.rows, PANEL));
 }
 
 // `given` numbers of each row; the panel's width is filled up with zeros.

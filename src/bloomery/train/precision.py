@@ -2,9 +2,9 @@
 The device and number format of training matmuls, why it was chosen, and loss scaling.
 
 Weights, gradients and optimizer are float32, unless `weight_dtype` is bfloat16: autocast hands a rounded copy to each
-matmul. float16 ends
-at 65,504 and loses what is below 6·10⁻⁸. So the loss is scaled up before the backward pass, and gradients down
-after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bfloat16 has the range of float32.
+matmul. float16 ends at 65,504 and loses what is below 6·10⁻⁸. So the loss is scaled up before the backward pass, and
+gradients down after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bfloat16 has the range of
+float32.
 """
 
 import math
