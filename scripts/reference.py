@@ -568,7 +568,9 @@ def machines() -> list[str]:
     lines = []
     for case in MATRIX.values():
         with tempfile.TemporaryDirectory() as folder:
-            wrong = [one for one in examine(case.build(Path(folder)), Path(folder) / "runs") if one.status != "ok"]
+            found = examine(case.build(Path(folder)), Path(folder) / "runs")
+            # The compiled libraries are those of this checkout, whatever the simulated machine is.
+            wrong = [one for one in found if one.status != "ok" and not one.id.startswith("native-")]
             shown = [line.replace(folder, "") for one in wrong for line in finding(one)]
         lines += [f"**{case.title}**", "", *(shown or ["Nothing to fix.", ""])]
     return lines
