@@ -9,14 +9,14 @@ import sentencepiece
 
 from bloomery.core import config, pipeline
 from bloomery.core.config import Override
-from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
 from bloomery.stages import plan
 from bloomery.stages.plan import Wish
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
-from bloomery.weights import architectures, hf, locate
+from bloomery.weights import architectures, export, hf, locate
 from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.tokenizer.made import small
@@ -88,11 +88,49 @@ def test_rows_are_as_long_as_the_recipe_says_and_longer_ones_need_a_stretching(
     with pytest.raises(ConfigError, match="sequence_length=193 is more than the model's context of 96") as caught:
         recipe(base, talks, "instruct.sequence_length=193")
     assert 'finetune.rope_scaling={kind="yarn", factor=2, original_context_length=96}' in str(caught.value)
-    stretched = ("finetune.lora", None), ("finetune.rope_scaling", {"kind": "linear", "factor": 2.0})
-    done = ran(recipe(base, talks, "instruct.sequence_length=193", *stretched), tmp_path / "long")
-    shape = hf.load(locate.locate_model(done["finetune"])).model.config
+    whole = ran(recipe(base, talks, "instruct.sequence_length=193", ("finetune.lora", None), STRETCHED), tmp_path / "a")
+    shape = hf.load(locate.locate_model(whole["finetune"])).model.config
     assert shape.context_length == 192
     assert shape.rope_scaling is not None
+
+
+STRETCHED = ("finetune.rope_scaling", {"kind": "linear", "factor": 2.0})
+
+
+def test_adapters_keep_the_positions_that_they_were_trained_with(base: Path, talks: Path, tmp_path: Path) -> None:
+    done = ran(recipe(base, talks, "instruct.sequence_length=193", STRETCHED), tmp_path / "long")
+    folder = locate.locate_model(done["finetune"])
+    loaded = hf.load(folder)
+    assert loaded.model.config.context_length == hf.context(folder) == 192
+    assert hf.config_of(hf.base_of(folder))[0] == SHAPE
+    export.write(loaded, tmp_path / "merged", "hf", "float32")
+    ids = torch.arange(180)[None] % 50
+    with torch.inference_mode():
+        merged = hf.load(tmp_path / "merged").model
+        assert torch.equal(merged(ids), loaded.model(ids))
+        short = merged.config.model_copy(update={"rope_scaling": None})
+        merged.config = short
+        assert not torch.allclose(merged(ids), loaded.model(ids))
+    with pytest.raises(CheckpointError, match="positions stretched to a context of 192"):
+        export.write_adapters(folder, tmp_path / "adapter")
+    again = ran(recipe(tmp_path / "long", talks, "instruct.sequence_length=97"), tmp_path / "again")
+    assert hf.config_of(locate.locate_model(again["finetune"]))[0] == loaded.model.config
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")]
+)
+def test_a_frozen_base_is_kept_as_in_its_files_where_that_is_asked_for(
+    base: Path, talks: Path, tmp_path: Path, stored: export.ExportNumbers, kept: str
+) -> None:
+    export.write(hf.load(base), tmp_path / "theirs", "hf", stored)
+    settings = ("finetune.lora.base_dtype", "auto"), ("finetune.epochs", None), ("finetune.steps", 1)
+    asked = recipe(tmp_path / "theirs", talks, *settings)
+    _, reports = plan.report(STAGES, asked, tmp_path / "run", Wish(memory_bytes=2**30))
+    assert reports["finetune"].ask.what.lora.base_dtype == kept
+    done = ran(asked, tmp_path / "run")
+    saved = json.loads((locate.locate_model(done["finetune"]) / hf.LINEAGE).read_text())
+    assert saved["adapts"]["kept_as"] == kept
 
 
 def test_what_a_run_refuses_is_refused_before(base: Path, talks: Path, tmp_path: Path) -> None:

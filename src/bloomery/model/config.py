@@ -483,8 +483,11 @@ class Lora(Config):
     Train the length of each row of W + s · B A apart from its direction (DoRA: Liu et al. 2024,
     https://arxiv.org/abs/2402.09353). Not with dropout.
     """
-    base_dtype: Base = "float32"
-    """Number format of the frozen matrices of the blocks. Embedding, head and vectors do not change."""
+    base_dtype: Base | Literal["auto"] = "float32"
+    """
+    Number format of the frozen matrices of the blocks. Embedding, head and vectors do not change. "auto": as in the
+    files of the model; float16 and the blocks of a quantized GGUF file become bfloat16.
+    """
 
     @model_validator(mode="after")
     def _drops_nothing_of_a_direction(self) -> "Lora":
@@ -493,6 +496,12 @@ class Lora(Config):
                 f"dora computes with whole rows, and dropout={self.dropout:g} leaves out some: set it to 0"
             )
         return self
+
+    @property
+    def frozen_dtype(self) -> Base:
+        """The format that `base_dtype` names. What "auto" stands for is put in its place where the model is known."""
+        assert self.base_dtype != "auto", "the model that says which format auto is was not looked at"
+        return self.base_dtype
 
     @property
     def scale(self) -> float:

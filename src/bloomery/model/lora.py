@@ -101,9 +101,9 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, linear in list(_linears(model)):
-        if name not in chosen and settings.base_dtype == "float32":
+        if name not in chosen and settings.frozen_dtype == "float32":
             continue
-        frozen = linear if isinstance(linear, QuantizedLinear) else quantize.frozen(linear, settings.base_dtype)
+        frozen = linear if isinstance(linear, QuantizedLinear) else quantize.frozen(linear, settings.frozen_dtype)
         if name not in chosen:
             _put(model, name, frozen)
             continue

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import content_hash
@@ -29,6 +29,8 @@ from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import BaseModel, Lineage, Loaded
 
+T = TypeVar("T", bound=Adapters)
+
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     if launcher.num_processes(config.num_processes) == 1:
@@ -40,6 +42,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     """What each rank does."""
     devices.keep_freed_memory()
     folder, start = inputs["instruct"], model_of(config, inputs)
+    config = in_known_format(config, start)
     rows = format.read(format.names(folder, "train")[0]).index
     if config.start_from is None:
         base = hf.load(start, dtype=config.weight_dtype, base=base_dtype(config))
@@ -47,7 +50,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     else:
         base = load(start, rows, config)
         renderer = base.renderer
-    stretch(base.model, config, int(rows["row_tokens"]) - 1)
+    is_stretched = stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
         tokenizer=base.tokenizer.hash,
         template=renderer.hash,
@@ -57,7 +60,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     words = replace(base.language, chat=renderer)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
     if config.lora is not None:
-        below = BaseModel(start, hf.digest(start))
+        below = BaseModel(start, hf.digest(start), is_stretched)
         lora.attach(base.model, config.lora, config.seed)
         model_saver = AdapterSaver(base.model, words, config.lora, below, lineage)
     length = int(rows["row_tokens"]) - 1
@@ -90,7 +93,14 @@ def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
 
 def base_dtype(config: Adapters) -> Base:
     """The format that the matrices of a frozen base are read into."""
-    return "float32" if config.lora is None else config.lora.base_dtype
+    return "float32" if config.lora is None else config.lora.frozen_dtype
+
+
+def in_known_format(config: T, start: Path) -> T:
+    """The same settings, with the number format of a model's files where its frozen base is to be kept in that."""
+    if config.lora is None or config.lora.base_dtype != "auto":
+        return config
+    return config.model_copy(update={"lora": config.lora.model_copy(update={"base_dtype": hf.frozen_format(start)})})
 
 
 def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
@@ -110,8 +120,11 @@ def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
     return loaded
 
 
-def stretch(model: Transformer, config: Finetune, length: int) -> None:
-    """Give a model the context of longer rows. Raises DataError where nothing says how its positions reach so far."""
+def stretch(model: Transformer, config: Finetune, length: int) -> bool:
+    """
+    Give a model the context of longer rows, and say whether that changed it. Raises DataError where nothing says how
+    its positions reach so far.
+    """
     shape = model.config
     if length > shape.context_length and shape.position_embedding in ("rope", "learned") and not config.rope_scaling:
         what = f"rows of {length} tokens are longer than the model's context of {shape.context_length}"
@@ -121,6 +134,7 @@ def stretch(model: Transformer, config: Finetune, length: int) -> None:
     scaling = config.rope_scaling or shape.rope_scaling
     longer = {"context_length": max(length, shape.context_length), "rope_scaling": scaling}
     model.config = shape.model_copy(update=longer)
+    return model.config != shape
 
 
 def template_of(folder: Path) -> Template:

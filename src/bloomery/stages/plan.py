@@ -96,6 +96,7 @@ def report(
         sections = {"pretrain": pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
         if recipe.finetune is not None and recipe.finetune.epochs is not None:
             sections["finetune"], count = steps_of(recipe, {one.stage.name: one for one in laid})
+        sections = {name: _in_known_format(recipe, config) for name, config in sections.items()}
         tools |= {"count": count, "sequence_length": recipe.instruct.sequence_length}
         if start is not None:
             reports = plans(sections, *start, wish, **tools)
@@ -113,14 +114,31 @@ def report(
 
 def start_of(recipe: Any) -> tuple[ModelConfig, int] | None:
     """Shape, with the context of the rows, and number of token IDs of the model that finetuning starts from, if any."""
+    if (path := _started_from(recipe)) is None:
+        return None
+    shape, rows = pipeline.resolve("bloomery.weights.hf:config_of")(path)
+    return shape, rows
+
+
+def _started_from(recipe: Any) -> Path | None:
+    """The folder or file of the model that finetuning starts from, if the recipe trains none before."""
     section = (
         recipe.finetune if recipe.finetune is not None and recipe.finetune.start_from is not None else recipe.prefer
     )
     if section is None or section.start_from is None or importlib.util.find_spec("torch") is None:
         return None
-    path = pipeline.resolve("bloomery.weights.locate:locate_model")(section.start_from.expanduser())
-    shape, rows = pipeline.resolve("bloomery.weights.hf:config_of")(path)
-    return shape, rows
+    path: Path = pipeline.resolve("bloomery.weights.locate:locate_model")(section.start_from.expanduser())
+    return path
+
+
+def _in_known_format(recipe: Any, config: Any) -> Any:
+    """A section whose frozen base is kept as in its files, with that format: float32 for a model of this recipe."""
+    lora = getattr(config, "lora", None)
+    if lora is None or lora.base_dtype != "auto":
+        return config
+    if (path := _started_from(recipe)) is not None:
+        return pipeline.resolve("bloomery.stages.finetune:in_known_format")(config, path)
+    return config.model_copy(update={"lora": lora.model_copy(update={"base_dtype": "float32"})})
 
 
 @dataclass(frozen=True, kw_only=True)

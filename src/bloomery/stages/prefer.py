@@ -43,7 +43,7 @@ from bloomery.model import lora
 from bloomery.shards import packing
 from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
-from bloomery.stages.finetune import base_dtype
+from bloomery.stages.finetune import base_dtype, in_known_format
 from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
 from bloomery.tokenizer.chat_template import ChatRenderer
@@ -373,7 +373,8 @@ def model_of(config: Prefer, inputs: Mapping[str, Path]) -> Path:
 
 def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Raises DataError for sources that cannot be read, and where nothing is left to train on."""
-    start = hf.load(model_of(config, inputs), dtype=config.weight_dtype, base=base_dtype(config))
+    folder = model_of(config, inputs)
+    start = hf.load(folder, dtype=config.weight_dtype, base=base_dtype(in_known_format(config, folder)))
     context = start.model.config.context_length
     if isinstance(config.loss, Grpo):
         data = prepare_prompts(config.loss, config.val_fraction, start.renderer, context, out)
@@ -397,6 +398,7 @@ def train(config: Prefer, inputs: Mapping[str, Path], out: Path, world: World) -
     """What each rank does."""
     devices.keep_freed_memory()
     folder = model_of(config, inputs)
+    config = in_known_format(config, folder)
     start, base = (
         hf.load(folder, dtype=config.weight_dtype, base=base_dtype(config)),
         content_hash(inputs["finetune"]) if "finetune" in inputs else hf.digest(folder),

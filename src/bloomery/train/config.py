@@ -462,15 +462,6 @@ class Finetune(Training, Adapters):
             raise ValueError("sets no length of training: set epochs, such as epochs=3, or steps")
         return self
 
-    @model_validator(mode="after")
-    def _adapters_keep_the_positions_of_their_base(self) -> "Finetune":
-        if self.rope_scaling is not None and self.lora is not None:
-            raise ValueError(
-                "rope_scaling changes the model below the adapters, and a folder of adapters does not hold that: leave "
-                "out lora, or take sequences no longer than the model's context"
-            )
-        return self
-
     @property
     def keeps_best(self) -> bool:
         return self.keep == "best"

@@ -108,6 +108,10 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
     integrity.verify(folder)
     facts = read_record(folder / peft.CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
     base = hf.base_of(folder)
+    if (shape := hf.config_of(folder)[0]) != hf.config_of(base)[0]:
+        what = f"these adapters were trained with positions stretched to a context of {shape.context_length}, "
+        what += "and the files of PEFT cannot say so"
+        raise CheckpointError(what, where=str(folder), hint="Export the whole model: leave out --format peft.")
     info(f"{out}: {(folder / peft.WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
     hf.write_words(out, words, hf.config_of(folder)[0].context_length, chats=words.chat is not None)

@@ -29,11 +29,12 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
+from bloomery.core.bounds import Context
 from bloomery.core.chat import TEMPERATURE, sampling_of
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
-from bloomery.model.config import Base, Lora, ModelConfig
+from bloomery.model.config import Base, Lora, ModelConfig, RopeScaling
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import (
@@ -59,6 +60,7 @@ from bloomery.weights.opened import (
     again,
     converted,
     filled,
+    kept_as_in,
     opened_model,
     own_weights,
     read_file,
@@ -161,12 +163,20 @@ class Lineage:
     step: int = 0
 
 
+class Stretched(TypedDict):
+    """How adapters of ours read positions, where that differs from their base."""
+
+    context_length: Context
+    rope_scaling: RopeScaling | None
+
+
 class SavedBase(TypedDict):
     """What adapters of ours adapt."""
 
     folder: RecordPath
     digest: str
     kept_as: Base
+    stretched: NotRequired[Stretched]
 
 
 class SavedLineage(TypedDict):
@@ -188,6 +198,8 @@ class BaseModel:
 
     folder: Path
     digest: str
+    stretched: bool = False
+    """Whether its positions were stretched before the adapters were trained."""
 
 
 @dataclass(frozen=True)
@@ -376,9 +388,24 @@ def language(path: Path) -> ModelLanguage:
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
     if peft.is_adapter(path):
-        return config_of(base_of(path))
+        _, own, below = _base(path, peft.read(path))
+        shape, rows = config_of(below)
+        return stretched(shape, own), rows
     opened = opened_model(path)
     return opened.config, opened.rows
+
+
+def stretched(shape: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
+    """The shape of a base with the positions that its adapters were trained with."""
+    return ModelConfig.model_validate(shape.model_dump() | own["stretched"]) if "stretched" in own else shape
+
+
+def frozen_format(path: Path) -> Base:
+    """The format of a model's matrices in its files, in which a frozen base is kept: float16 becomes bfloat16."""
+    if peft.is_adapter(path):
+        return frozen_format(base_of(path))
+    stored = kept_as_in("auto", opened_model(path))
+    return "bfloat16" if stored == "float16" else stored
 
 
 @dataclass(frozen=True)
@@ -545,7 +572,9 @@ def save_adapters(
     peft.save(folder, weights, model, settings, base_path)
     words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     _, name = write_words(folder, words, model.config.context_length, chats=True)
-    own = {"folder": base_path, "digest": base.digest, "kept_as": settings.base_dtype}
+    own: dict[str, Any] = {"folder": base_path, "digest": base.digest, "kept_as": settings.frozen_dtype}
+    if base.stretched:
+        own["stretched"] = model.config.model_dump(mode="json", include={"context_length", "rope_scaling"})
     write_json(folder / LINEAGE, asdict(lineage) | name | {BASE: own})
     integrity.write_sums(folder)
 
@@ -576,6 +605,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     more = kept.change  # of adapters that adapt these
     change = merged if more is None else lambda name, weight: more(name, merged(name, weight))
     loaded = _loaded(base_folder, replace(kept, change=change), special)
+    loaded.model.config = stretched(loaded.model.config, own)
     if base_folder.is_dir():
         integrity.verify(base_folder)
     if not facts:

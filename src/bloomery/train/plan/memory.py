@@ -364,7 +364,7 @@ class Workload:
             return Lora(rank=way.rank, base_dtype=base)
         return (
             self.lora
-            if BASES[self.lora.base_dtype] == way.method
+            if BASES[self.lora.frozen_dtype] == way.method
             else self.lora.model_copy(update={"base_dtype": base})
         )
 

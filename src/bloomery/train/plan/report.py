@@ -376,7 +376,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             activation_checkpointing=level,
             precision=precision,
             devices=target.devices,
-            method="full" if lora is None else BASES[lora.base_dtype],
+            method="full" if lora is None else BASES[lora.frozen_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
             sharded=sharded,
             weight_dtype=config.weight_dtype,

@@ -248,7 +248,7 @@ class TracedStep:
         model = on_meta(self.model, self.vocab_size)  # a frozen base is read weight by weight
         for name, weight in own_weights(model).items():
             numbers = torch.empty(weight.shape).normal_(0.0, 0.02) if initialized else torch.empty(weight.shape)
-            put_weight(model, name, numbers, "float32", "cpu", self.lora.base_dtype)
+            put_weight(model, name, numbers, "float32", "cpu", self.lora.frozen_dtype)
         if self.model.tie_embeddings:
             model.head.weight = model.embed.weight
         model_lora.attach(model, self.lora, seed=0)
