@@ -10,7 +10,7 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.generate import decoder
 from bloomery.generate import engine as engine_module
-from bloomery.generate.decoder import LIBRARY, Decoder, Pages, pack
+from bloomery.generate.decoder import LIBRARY, Decoder, PagePool, Pages, pack
 from bloomery.generate.engine import Engine
 from bloomery.model import quantize
 from bloomery.model.config import Lora, ModelConfig
@@ -190,6 +190,17 @@ def test_an_engine_with_packed_weights_says_what_the_model_says(name: str) -> No
         for prompt, completion in zip(asked, ours, strict=True):
             streamed = list(packed.stream(prompt, sampling, stop_ids=often))
             assert streamed[: len(completion.ids)] == completion.ids
+
+
+def test_keys_and_values_in_bfloat16_next_to_weights_in_float32_take_half_and_round_the_logits() -> None:
+    model, ids = lively(KINDS["Llama"]), random_ids(1, 70, 1)[0].tolist()
+    small, exact = (Engine(model, VOCAB_SIZE, pack=True, cache_dtype=dtype).decoder for dtype in (torch.bfloat16, None))
+    assert small is not None
+    assert exact is not None
+    assert (small.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    sizes = [PagePool.page_bytes(packed.config, packed.dtype) for packed in (small, exact)]
+    assert 2 * sizes[0] == sizes[1]
+    assert 1e-5 < far(logits(small, ids), logits(exact, ids)) < 2e-2
 
 
 def test_weights_that_leave_no_memory_are_not_packed(

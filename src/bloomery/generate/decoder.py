@@ -151,8 +151,11 @@ def _filled(scales: Tensor) -> Tensor:
 
 def _packed_int4(codes: Tensor, scales: Tensor, rows: int, bias: Tensor | None) -> Packed:
     """Codes (R, G, 16) and scales (R, G, 2) in panels, filled up with zeros to whole panels and blocks."""
-    codes, scales = (F.pad(one, (0, 0, 0, one.shape[1] % 2, 0, -rows % PANEL)) for one in (codes, scales))
-    panels = [one.view(-1, PANEL, *one.shape[1:]).permute(0, 2, 3, 1).contiguous() for one in (codes, scales)]
+    whole = (0, 0, 0, codes.shape[1] % 2, 0, -rows % PANEL)
+    codes, scales = F.pad(codes, whole), F.pad(scales, whole)
+    panels = [
+        numbers.view(-1, PANEL, *numbers.shape[1:]).permute(0, 2, 3, 1).contiguous() for numbers in (codes, scales)
+    ]
     return Packed("int4", rows, codes.shape[1] * GROUP, panels[0], panels[1], _float(bias))
 
 
@@ -333,11 +336,10 @@ class PagePool:
     def end(self, text: PagedText, ids: Sequence[int]) -> None:
         """A sequence leaves. Its pages are kept while there is room, the last one too."""
         self.advance(text, ids, text.length)
-        part = tuple(ids[PAGE * len(text.nodes) : text.length])
+        rest = tuple(ids[PAGE * len(text.nodes) : text.length])
         last = text.nodes[-1] if text.nodes else self._root
-        known = not part or any(_same(child.ids, part) == len(part) for child in last.children.values())
-        if not known:
-            self._add(text, part)
+        if rest and not any(child.ids[: len(rest)] == rest for child in last.children.values()):
+            self._add(text, rest)
         self._free += text.own
         for node in reversed(text.nodes):
             self._leave(node)
@@ -348,10 +350,10 @@ class PagePool:
         parent, page = text.nodes[-1] if text.nodes else self._root, text.own.pop(0)
         node = parent.children.get(ids)
         if node is None:
-            shorter = [one for one in parent.children.values() if one.ids == ids[: len(one.ids)]]
+            shorter = [child for child in parent.children.values() if child.ids == ids[: len(child.ids)]]
             node = parent.children[ids] = _Node(page, ids, parent)
-            for one in shorter:
-                self._remove(one)
+            for child in shorter:
+                self._remove(child)
         else:
             self._free.append(page)
         self._use(node)

@@ -141,8 +141,9 @@ class Int8(QuantizedLinear):
 
 class Int4(QuantizedLinear):
     """
-    w = factor · code + offset of the group of 32, codes from 0 to 15: two a byte, k in the low bits and k + 16 of the
-    group in the high ones, as in the blocks Q4_0 and Q4_1 of GGUF. Factors and offsets are in float16.
+    w = factor · code + offset of the group of 32, with codes from 0 to 15. Factors and offsets are in float16.
+
+    A byte has the codes of k in its low bits and of k + 16 in its high ones, as in the blocks Q4_0 and Q4_1 of GGUF.
     """
 
     scales: Tensor
@@ -157,12 +158,11 @@ class Int4(QuantizedLinear):
     @classmethod
     def of(cls, codes: UInt8[Tensor, "R G 16"], scales: Float[Tensor, "R G 2"]) -> "Int4":
         """Codes and scales that are there already, of whole groups."""
-        made = cls.__new__(cls)
-        linear = nn.Linear(codes.shape[1] * GROUP, len(codes), bias=False, device="meta")
-        QuantizedLinear.__init__(made, linear)
-        made.register_buffer("weight", codes)
-        made.register_buffer("scales", scales)
-        return made
+        layer = cls.__new__(cls)
+        QuantizedLinear.__init__(layer, nn.Linear(codes.shape[1] * GROUP, len(codes), bias=False, device="meta"))
+        layer.register_buffer("weight", codes)
+        layer.register_buffer("scales", scales)
+        return layer
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         codes = torch.cat((self.weight & 15, self.weight >> 4), 2).float()

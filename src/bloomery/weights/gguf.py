@@ -761,8 +761,8 @@ class GGUFTensors:
 
     def int4_blocks(self, name: str) -> tuple[Tensor, Tensor]:
         """
-        Codes (R, G, 16) and scales (R, G, 2) of a tensor with `has_int4_blocks`, as quantize.Int4 has them: the factor
-        and the offset d, -8 d of Q4_0, and d, m of Q4_1. No number is rounded.
+        Codes (R, G, 16) and scales (R, G, 2) of a tensor with `has_int4_blocks`, for quantize.Int4. Factor and offset
+        are d and -8 d of Q4_0, and d and m of Q4_1. No number is rounded.
         """
         ours = self._names[name]
         stored = self.stored[ours]

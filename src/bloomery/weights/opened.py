@@ -209,11 +209,11 @@ def _own_blocks(model: Transformer, opened: OpenedModel) -> dict[str, str]:
     """The matrices of blocks that a GGUF file has in blocks of Int4, and their names there; none that it has as one."""
     if opened.gguf is None:
         return {}
-    pieces = (one for one in opened.kind.pieces(list(own_weights(model))) if len(one.ours) == 1 and not one.transposed)
     return {
-        one.ours[0]: one.theirs
-        for one in pieces
-        if _is_in_block(model, one.ours[0]) and opened.gguf.tensors.has_int4_blocks(one.theirs)
+        piece.ours[0]: piece.theirs
+        for piece in opened.kind.pieces(list(own_weights(model)))
+        if len(piece.ours) == 1 and not piece.transposed
+        if _is_in_block(model, piece.ours[0]) and opened.gguf.tensors.has_int4_blocks(piece.theirs)
     }
 
 
