@@ -167,9 +167,9 @@ def test_every_page_of_a_pool_is_free_or_known_or_of_one_text(moves: list[tuple[
 
 
 def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
-    known, stack = [], [(pool._root, ())]
+    known, stack = [], [pool._root]
     while stack:
-        node, path = stack.pop()
+        node = stack.pop()
         for ids, child in node.children.items():
             assert child.ids == ids
             assert child.parent is node
@@ -177,7 +177,7 @@ def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
             assert child.users == sum(child in text.nodes for text, _ in texts)
             assert (child in pool._unused) == (child.users == 0)
             known.append(child.page)
-            stack.append((child, (*path, *ids)))
+            stack.append(child)
     own = [page for text, _ in texts for page in text.own]
     assert sorted([*known, *own, *pool._free]) == list(range(pool.count))
     for text, ids in texts:
@@ -425,7 +425,7 @@ def test_guessing_ahead_changes_no_token(
     asked: list[tuple[list[int], int, float]], draft_tokens: int, pages: int, penalized: bool
 ) -> None:
     """Of prompts that repeat themselves, greedy and sampled, together and alone, in memory that forces some out."""
-    how = {"repetition_penalty": 1.2, "no_repeat_ngram": 9} if penalized else {}
+    how: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram": 9} if penalized else {}
     requests = [
         Request(ids, SamplingConfig(max_tokens=count, temperature=temperature, seed=7, **how), OFTEN)
         for ids, count, temperature in asked
