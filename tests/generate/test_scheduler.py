@@ -170,10 +170,10 @@ def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
     known, stack = [], [pool._root]
     while stack:
         node = stack.pop()
-        for ids, child in node.children.items():
-            assert child.ids == ids
+        for key, child in node.children.items():
+            assert child.ids == key
             assert child.parent is node
-            assert len(ids) == PAGE or not child.children
+            assert len(key) == PAGE or not child.children
             assert child.users == sum(child in text.nodes for text, _ in texts)
             assert (child in pool._unused) == (child.users == 0)
             known.append(child.page)
