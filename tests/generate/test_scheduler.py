@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PagePool, Pages
-from bloomery.generate.engine import MAX_DRAFT_TOKENS, Engine
-from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, Request, Scheduler, Ticket
+from bloomery.generate.engine import MAX_DRAFT_TOKENS, PROMPT_TOKENS, Engine
+from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, PART_TOKENS, Request, Scheduler, Ticket
 from bloomery.model.config import ModelConfig
 from tests.model.made import VOCAB_SIZE, lively, random_ids
 
@@ -93,18 +94,38 @@ def test_the_ids_of_a_request_do_not_depend_on_who_is_computed_with_it(
     ]
     expected = [alone(on, request) for request in requests]
     with Scheduler(on, memory_bytes=pages_bytes(on, pages), max_running=max_running) as scheduler:
-        tickets = [scheduler.submit(request) for request in requests]
-        for ticket, (*_, cancelled) in zip(tickets, asked, strict=True):
+        tickets, answers = list[Ticket](), list[list[int]]()
+        for request, (length, seed, *_, cancelled) in zip(requests, asked, strict=True):
+            tickets.append(scheduler.submit(request))
+            answers.append([])
+            earlier = length % len(tickets)
+            for token in islice(tickets[earlier], seed):  # so that the next one arrives in the middle of an answer
+                answers[earlier].append(token.id)
             if cancelled:
-                ticket.cancel()
-        for ticket, ids, (*_, cancelled) in zip(tickets, expected, asked, strict=True):
-            got = ids_of(ticket)
+                tickets[earlier].cancel()
+        for ticket, answer, ids in zip(tickets, answers, expected, strict=True):
+            answer += ids_of(ticket)
             if ticket.finish_reason == "cancelled":
-                assert cancelled
-                assert got == ids[: len(got)]
+                assert ticket._cancelled
+                assert answer == ids[: len(answer)]
             else:
-                assert got == ids
+                assert answer == ids
                 assert ticket.finish_reason == ("stop" if ids[-1] in ticket.request.stop_ids else "length")
+
+
+@needs_library
+def test_a_long_prompt_is_computed_in_small_parts_while_another_answer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = engine()
+    steps = steps_of(on, monkeypatch)
+    with Scheduler(on) as scheduler:
+        running = iter(scheduler.submit(Request(prompt(5, 1), SamplingConfig(max_tokens=395, seed=1))))
+        next(running)
+        assert len(ids_of(scheduler.submit(Request(prompt(300, 2), SamplingConfig(max_tokens=2, seed=1))))) == 2
+        assert max(steps) == PART_TOKENS + 1
+        while_alone = len(steps)
+        list(running)
+        ids_of(scheduler.submit(Request(prompt(300, 3), SamplingConfig(max_tokens=1, seed=1))))
+    assert max(steps[while_alone:]) == PROMPT_TOKENS
 
 
 @needs_library
@@ -382,6 +403,16 @@ def test_log_probabilities_are_those_of_the_model_before_all_settings(pack: bool
         best = torch.topk(chances, 4)
         assert [id for id, _ in token.top] == best.indices.tolist()
         assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+def test_a_reader_that_stops_and_reads_on_misses_no_token() -> None:
+    on = engine(pack=False)
+    request = Request([1], SamplingConfig(max_tokens=9, seed=1))
+    with Scheduler(on) as scheduler:
+        ticket = scheduler.submit(request)
+        while ticket.finish_reason is None:  # all tokens wait to be read
+            pass
+        assert [token.id for token in (*islice(ticket, 4), *ticket.take(), *ticket)] == alone(on, request)
 
 
 @pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
