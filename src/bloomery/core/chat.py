@@ -181,7 +181,7 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
     names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
     names["no_repeat_ngram_size"] = "no_repeat_ngram"
     whole = ("top_k", "no_repeat_ngram_size")
-    named = dict[str, float]()
+    named = dict[str, Any]()
     for name, ours in names.items():
         if (value := generation.get(name)) is None:
             continue
