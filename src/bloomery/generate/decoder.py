@@ -18,7 +18,7 @@ where the library is not built. Letters used for shapes are those of layers.py; 
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache as cached
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from bloomery.core.log import info
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.model.kernels.cpu import call
 from bloomery.model.layers import LayerNorm, RMSNorm
-from bloomery.model.quantize import NF4, Int8, QuantizedLinear
+from bloomery.model.quantize import GROUP, NF4, Int4, Int8, QuantizedLinear, int4_groups
 from bloomery.model.rope import alibi_slopes, rotation
 from bloomery.model.transformer import Block, Transformer
 
@@ -43,7 +43,7 @@ LIBRARY = "decode"
 PanelFormat = Literal["float32", "bfloat16", "int8", "int4", "nf4"]
 FORMATS = ("float32", "bfloat16", "int8", "int4", "nf4")
 """In the order of their numbers in decode.cpp."""
-PANEL, GROUP, BLOCK, PAGE = 16, 32, 64, 32
+PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 LARGE = 2**22
 """Bytes of weights from which several threads are faster than one."""
@@ -127,12 +127,6 @@ def _transposed(weight: Tensor) -> Tensor:
     return panels
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """(R, D) filled up with zeros to whole panels and blocks: (P, 16, I)."""
-    filled = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % PANEL))
-    return filled.view(-1, PANEL, filled.shape[1])
-
-
 def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Packed:
     """A dense matrix (R, D) in one of FORMATS. int4 takes the smallest and the largest number of each group."""
     rows, width = weight.shape
@@ -145,14 +139,7 @@ def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Pac
             codes = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
             return Packed(format, rows, whole, _transposed(codes), _filled(scales), _float(bias))
         case "int4":
-            panels = _panels(weight.float())
-            groups = panels.view(len(panels), PANEL, -1, GROUP)
-            low, high = groups.amin(3), groups.amax(3)
-            # bfloat16 factors are rounded up: so the largest number of a group keeps the last code.
-            factor, low = _above((high - low) / 15), low.to(torch.bfloat16).float()
-            codes = torch.round((groups - low[..., None]) / factor.clamp_min(1e-30)[..., None]).clamp(0, 15)
-            scales = torch.stack((factor, low), 2).permute(0, 3, 2, 1).to(torch.bfloat16).contiguous()
-            return Packed(format, rows, whole, _pairs(codes.to(torch.uint8)), scales, _float(bias))
+            return _packed_int4(*int4_groups(weight), rows, bias)
         case "nf4":
             raise ConfigError("a dense matrix is not packed in NF4", hint="Load the model with --dtype nf4.")
 
@@ -162,12 +149,14 @@ def _filled(scales: Tensor) -> Tensor:
     return F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
 
 
-def _above(numbers: Tensor) -> Tensor:
-    """The next bfloat16 numbers that are not smaller, as float32."""
-    rounded = numbers.to(torch.bfloat16)
-    return torch.where(
-        rounded.float() < numbers, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded
-    ).float()
+def _packed_int4(codes: Tensor, scales: Tensor, rows: int, bias: Tensor | None) -> Packed:
+    """Codes (R, G, 16) and scales (R, G, 2) in panels, filled up with zeros to whole panels and blocks."""
+    whole = (0, 0, 0, codes.shape[1] % 2, 0, -rows % PANEL)
+    codes, scales = F.pad(codes, whole), F.pad(scales, whole)
+    panels = [
+        numbers.view(-1, PANEL, *numbers.shape[1:]).permute(0, 2, 3, 1).contiguous() for numbers in (codes, scales)
+    ]
+    return Packed("int4", rows, codes.shape[1] * GROUP, panels[0], panels[1], _float(bias))
 
 
 def _pairs(codes: Tensor) -> Tensor:
@@ -177,12 +166,14 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def packed(linear: nn.Module | Tensor, format: PanelFormat | Literal["auto"]) -> Packed:
-    """A linear layer. `auto` keeps the format of its weights; a frozen layer in int8 or NF4 keeps its codes."""
+    """A linear layer. `auto` keeps the format of its weights; a frozen layer in int8, int4 or NF4 keeps its codes."""
     assert isinstance(linear, nn.Linear | QuantizedLinear)
     bias = linear.bias
     if isinstance(linear, Int8) and format in ("auto", "int8"):
         codes = _transposed(linear.weight)
         return Packed("int8", linear.num_rows, codes.shape[1], codes, _filled(linear.scales), _float(bias))
+    if isinstance(linear, Int4) and format in ("auto", "int4"):
+        return _packed_int4(linear.weight, linear.scales, linear.num_rows, bias)
     if isinstance(linear, NF4) and format in ("auto", "nf4"):
         blocks = F.pad(linear.weight, (0, 0, 0, -linear.num_rows % PANEL)).view(
             -1, PANEL, linear._scales().shape[1], 32
@@ -224,6 +215,178 @@ class Pages:
     def needed(tokens: int) -> int:
         """Pages of a sequence of so many tokens."""
         return -(-tokens // PAGE)
+
+
+@dataclass(eq=False)
+class _PageNode:
+    """
+    A page whose tokens are known, in the tree of all texts whose keys and values are there. The path from the root has
+    all tokens before them. A page of fewer than PAGE tokens has no children, and no text uses it: it is copied.
+    """
+
+    page: int
+    ids: tuple[int, ...]
+    parent: "_PageNode | None"
+    children: dict[tuple[int, ...], "_PageNode"] = field(default_factory=dict)
+    users: int = 0
+
+
+@dataclass(eq=False)
+class PagedText:
+    """The pages of a sequence: those of the tree, then its own, which come into the tree once they are full."""
+
+    nodes: list[_PageNode] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    length: int = 0
+    """Tokens whose keys and values are in the pages."""
+
+    @property
+    def pages(self) -> list[int]:
+        return [*(node.page for node in self.nodes), *self.own]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.nodes) + len(self.own)
+
+
+class PagePool:
+    """
+    Pages of keys and values for many sequences. Those that begin with the same tokens share their full pages.
+
+    The pages of a sequence that has left are kept until others need them: the least recently used go first. So a text
+    that continues an earlier one computes its new tokens alone. One thread uses a pool.
+    """
+
+    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
+        self.memory, self.count = Pages(config, count, dtype), count
+        self._free = list(range(count - 1, -1, -1))
+        self._root = _PageNode(-1, (), None)
+        self._unused: dict[_PageNode, None] = {}
+        """Nodes without users, the least recently used first. A node is behind its children, so the first has none."""
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+        return 2 * config.num_layers * config.num_kv_heads * config.head_size * PAGE * dtype.itemsize
+
+    @property
+    def available(self) -> int:
+        """Pages that a sequence can have, some of which are those of texts that nobody uses now."""
+        return len(self._free) + len(self._unused)
+
+    def missing(self, ids: Sequence[int]) -> int:
+        """Pages of `available` that a sequence of these IDs takes, and a token after them."""
+        shared = sum(1 for node in self._path(ids) if node.users)
+        return Pages.needed(len(ids) + 1) - shared
+
+    def begin(self, ids: Sequence[int]) -> PagedText:
+        """A sequence with the keys and values that are there of its first tokens: of all but the last token at most."""
+        text = PagedText()
+        for node in self._path(ids):
+            self._use(node)
+            text.nodes.append(node)
+        text.length = PAGE * len(text.nodes)
+        self._copy_part(text, ids[text.length : len(ids) - 1])
+        return text
+
+    def _path(self, ids: Sequence[int]) -> list[_PageNode]:
+        """Nodes of the longest known beginning in full pages, without the last ID."""
+        node, path = self._root, []
+        for begin in range(0, len(ids) - PAGE, PAGE):
+            child = node.children.get(tuple(ids[begin : begin + PAGE]))
+            if child is None:
+                break
+            path.append(node := child)
+        return path
+
+    def _copy_part(self, text: PagedText, ids: Sequence[int]) -> None:
+        """Copy the page that begins with the most of these IDs. The numbers behind them are overwritten later."""
+        node = text.nodes[-1] if text.nodes else self._root
+        best, length = None, 0
+        for child in node.children.values():
+            same = _same(child.ids, ids)
+            if same > length:
+                best, length = child, same
+        if best is None:
+            return
+        self._use(best)  # so that its page is not the one that is taken
+        if self.grow(text, text.length + length):
+            for numbers in (self.memory.keys, self.memory.values):
+                numbers[text.own[0]] = numbers[best.page]
+            text.length += length
+        self._leave(best)
+
+    def grow(self, text: PagedText, tokens: int) -> bool:
+        """Give a sequence pages for so many tokens; whether there are enough. It keeps what it got."""
+        while text.num_pages < Pages.needed(tokens):
+            if not self._free and not self._evict():
+                return False
+            text.own.append(self._free.pop())
+        return True
+
+    def advance(self, text: PagedText, ids: Sequence[int], length: int) -> None:
+        """The first `length` of these IDs are in the pages now, and those behind are not. Full pages are shared."""
+        text.length = length
+        while len(text.nodes) < length // PAGE:
+            begin = PAGE * len(text.nodes)
+            self._add(text, tuple(ids[begin : begin + PAGE]))
+        spare = text.own[Pages.needed(length) - len(text.nodes) :]
+        del text.own[len(text.own) - len(spare) :]
+        self._free += spare
+
+    def end(self, text: PagedText, ids: Sequence[int]) -> None:
+        """A sequence leaves. Its pages are kept while there is room, the last one too."""
+        self.advance(text, ids, text.length)
+        rest = tuple(ids[PAGE * len(text.nodes) : text.length])
+        last = text.nodes[-1] if text.nodes else self._root
+        if rest and not any(child.ids[: len(rest)] == rest for child in last.children.values()):
+            self._add(text, rest)
+        self._free += text.own
+        for node in reversed(text.nodes):
+            self._leave(node)
+        text.nodes, text.own, text.length = [], [], 0
+
+    def _add(self, text: PagedText, ids: tuple[int, ...]) -> None:
+        """The first of a sequence's own pages comes into the tree, or goes where the tree has one of the same IDs."""
+        parent, page = text.nodes[-1] if text.nodes else self._root, text.own.pop(0)
+        node = parent.children.get(ids)
+        if node is None:
+            shorter = [child for child in parent.children.values() if child.ids == ids[: len(child.ids)]]
+            node = parent.children[ids] = _PageNode(page, ids, parent)
+            for child in shorter:
+                self._remove(child)
+        else:
+            self._free.append(page)
+        self._use(node)
+        text.nodes.append(node)
+
+    def _use(self, node: _PageNode) -> None:
+        node.users += 1
+        self._unused.pop(node, None)
+
+    def _leave(self, node: _PageNode) -> None:
+        node.users -= 1
+        if not node.users:
+            self._unused[node] = None
+
+    def _evict(self) -> bool:
+        node = next(iter(self._unused), None)
+        if node is not None:
+            self._remove(node)
+        return node is not None
+
+    def _remove(self, node: _PageNode) -> None:
+        assert not node.users
+        assert not node.children
+        assert node.parent is not None
+        del self._unused[node], node.parent.children[node.ids]
+        self._free.append(node.page)
+
+
+def _same(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many IDs two texts begin with that are the same."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 class Decoder:

@@ -1,8 +1,7 @@
 """
 Decodes token IDs with a key/value cache, one sequence as a stream or many as a batch.
 
-A sequence of a batch gets the IDs that it would get alone, by test. The next token is greedy, or sampled with
-temperature, top-k and top-p.
+A sequence of a batch gets the IDs that it would get alone, by test. sampling.py chooses each next token.
 """
 
 import math
@@ -13,9 +12,10 @@ from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
-from bloomery.core.errors import CheckpointError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
+from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
 from bloomery.model.quantize import kept_bytes
@@ -24,71 +24,12 @@ from bloomery.model.transformer import Transformer
 import torch
 from torch import Tensor
 
-MIN_TEMPERATURE = 1e-5
-"""Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
-
+MAX_DRAFT_TOKENS = 32
+"""As many tokens as a part of a prompt has."""
+DRAFT_NGRAMS = (3, 2)
+"""Lengths of the endings that are looked up, the longest first."""
 PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
-
-
-def choose(
-    logits: Float[Tensor, " V"],
-    sampling: SamplingConfig,
-    generator: torch.Generator | None = None,
-    seen: Sequence[int] = (),
-) -> int:
-    """
-    One token ID. Temperatures below MIN_TEMPERATURE take the largest logit; ties go to the smallest ID.
-
-    Top-k keeps the k largest logits (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
-    one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751). Min-p keeps those of at least that share of the
-    highest probability (https://arxiv.org/abs/2407.01082). `seen` are the IDs of prompt and answer so far, for the
-    repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
-    """
-    return choose_each(logits[None], sampling, [generator], [seen])[0]
-
-
-def choose_each(
-    logits: Float[Tensor, "B V"],
-    sampling: SamplingConfig,
-    generators: Sequence[torch.Generator | None],
-    seen: Sequence[Sequence[int]] = (),
-) -> list[int]:
-    """
-    As `choose`, for sequences that each have a generator of their own: a sequence gets what it would get alone. The
-    engine has checked that the logits are finite.
-    """
-    if sampling.repetition_penalty != 1.0:
-        logits = _penalized(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature < MIN_TEMPERATURE:
-        greedy: list[int] = logits.argmax(dim=-1).tolist()
-        return greedy
-    scaled = logits.cpu().double() / sampling.temperature  # in this order: Apple's GPUs have no float64
-    if (
-        not sampling.top_k and sampling.top_p >= 1.0 and not sampling.min_p
-    ):  # nothing is left out, and sorting is most of the work
-        return _sampled(torch.softmax(scaled, dim=-1), generators)
-    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
-    chances = torch.softmax(ordered, dim=-1)
-    if sampling.top_p < 1.0:
-        before = chances.cumsum(-1) - chances  # what those ahead of each ID already reach
-        kept = before < sampling.top_p
-        kept[:, 0] = True
-        chances = torch.where(kept, chances, torch.zeros_like(chances))
-    if sampling.min_p:
-        chances = torch.where(chances >= sampling.min_p * chances[:, :1], chances, torch.zeros_like(chances))
-    return [int(row[index]) for row, index in zip(ids, _sampled(chances, generators), strict=True)]
-
-
-def _penalized(logits: Float[Tensor, "B V"], seen: Sequence[Sequence[int]], penalty: float) -> Float[Tensor, "B V"]:
-    """Each row with the logits of its seen IDs nearer to unlikely. An ID that occurred several times counts once."""
-    logits = logits.clone()
-    for row, ids in zip(logits, seen, strict=True):
-        index = torch.tensor(sorted({id for id in ids if id < len(row)}), dtype=torch.long, device=row.device)
-        row[index] = torch.where(row[index] < 0, row[index] * penalty, row[index] / penalty)
-    return logits
 
 
 def check_finite(numbers: Tensor) -> None:
@@ -98,15 +39,44 @@ def check_finite(numbers: Tensor) -> None:
         raise CheckpointError(what, hint="Train it again with lower learning rates, or name an earlier checkpoint.")
 
 
-def _sampled(chances: Float[Tensor, "B V"], generators: Sequence[torch.Generator | None]) -> list[int]:
-    """An index into each row, by the row's own generator."""
-    return [int(torch.multinomial(row, 1, generator=own)) for row, own in zip(chances, generators, strict=True)]
+class Drafter:
+    """
+    Guesses the next tokens of a text: those that followed its last three or two tokens where these occurred before
+    (prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). The model then computes all of
+    them in one step, and they count as far as they are what it would have said. Guesses that fail become shorter.
+    """
 
+    def __init__(self, most: int) -> None:
+        """At most so many tokens at once; raises ConfigError for less than 0 or more than MAX_DRAFT_TOKENS."""
+        if not 0 <= most <= MAX_DRAFT_TOKENS:
+            hint = "0 guesses none; 8 suits answers that repeat parts of their prompt."
+            raise ConfigError(
+                f"must be at least 0 and at most {MAX_DRAFT_TOKENS}, got {most}", where="draft_tokens", hint=hint
+            )
+        self._most = self._count = most
+        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in DRAFT_NGRAMS]
+        self._indexed = 0
 
-def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator()
-    generator.manual_seed(seed) if seed is not None else generator.seed()
-    return generator
+    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+        """Up to `room` tokens that may follow; none where the ending is new."""
+        if not (count := min(self._count, room)):
+            return []
+        for at in range(self._indexed, len(ids)):
+            for length, followers in zip(DRAFT_NGRAMS, self._followers, strict=True):
+                if at >= length:
+                    followers[tuple(ids[at - length : at])] = at
+        self._indexed = len(ids)
+        for length, followers in zip(DRAFT_NGRAMS, self._followers, strict=True):
+            begin = followers.get(tuple(ids[-length:]))
+            if begin is not None:
+                period = len(ids) - begin  # a text that repeats itself continues so
+                return [ids[begin + n % period] for n in range(count)]
+        return []
+
+    def judge(self, guessed: int, right: int) -> None:
+        """How many of the guessed tokens were right."""
+        if guessed:
+            self._count = min(self._most, 2 * self._count if right == guessed else right + 1)
 
 
 @dataclass(frozen=True)
@@ -120,15 +90,28 @@ class Completion:
 class Engine:
     """Decodes with one model, in the number format of its weights."""
 
-    def __init__(self, model: Transformer, num_ids: int, *, pack: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        num_ids: int,
+        *,
+        pack: bool = False,
+        draft_tokens: int = 0,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         """
         `num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said. `pack`
         copies the weights in the order of the compiled library, where there is memory for it: decoding on the CPU is
-        then several times as fast. The weights must not change afterwards.
+        then several times as fast. The weights must not change afterwards. With packed weights, `stream` guesses up to
+        `draft_tokens` at once (see Drafter): the same tokens come, sooner where an answer repeats parts of the text.
+        Keys and values are then in `cache_dtype`: torch.float32 or torch.bfloat16. By default they are in float32 next
+        to weights in float32, and else in bfloat16.
         """
         self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context_length
-        self.decoder = Decoder.of(model) if pack and _fits(model) else None
+        self.decoder = Decoder.of(model, cache=cache_dtype) if pack and _fits(model) else None
+        self.draft_tokens = draft_tokens
+        self.drafter()  # which checks the number
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -138,18 +121,44 @@ class Engine:
 
         Raises DataError for a prompt that is empty or leaves no room in the context.
         """
-        self._check(ids)
-        generator = _generator(sampling.seed)
+        self.check(ids, sampling)
+        sampler = TokenSampler(sampling, ids)
         room = min(sampling.max_tokens, self.context - len(ids))
-        rows, seen = self._rows([ids], [room]), list(ids)
+        rows = self.rows([ids], [room])
+        if isinstance(rows, PackedBatch) and self.draft_tokens:
+            yield from self._stream_drafted(list(ids), rows, sampler, room, stop_ids)
+            return
         logits = rows.begin()
         for number in range(room):
-            chosen = choose(logits[0], sampling, generator, seen)
-            seen.append(chosen)
+            (chosen,) = choose_each(logits, [sampler])
             yield chosen
             if chosen in stop_ids or number == room - 1:
                 return
             logits = rows.extend([0], [chosen])
+
+    def _stream_drafted(
+        self, ids: list[int], rows: "PackedBatch", sampler: TokenSampler, room: int, stop_ids: frozenset[int]
+    ) -> Iterator[int]:
+        drafter, drafts, end = self.drafter(), list[int](), len(ids) + room
+        logits = rows.begin()
+        while len(ids) < end:
+            right = 0
+            for row in logits:
+                ids.append(sampler.choose(row))
+                yield ids[-1]
+                if ids[-1] in stop_ids:
+                    return
+                if right == len(drafts) or ids[-1] != drafts[right]:
+                    break
+                right += 1
+            rows.lengths[0] += right
+            drafter.judge(len(drafts), right)
+            drafts = drafter.guess(ids, end - len(ids) - 1)
+            if len(ids) < end:
+                logits = rows.extend([0], ids[-1:], drafts)
+
+    def drafter(self) -> Drafter:
+        return Drafter(self.draft_tokens)
 
     def generate_batch(
         self,
@@ -166,32 +175,31 @@ class Engine:
         """
         done: dict[int, Completion] = {}
         for prompt in prompts:
-            self._check(prompt)
+            self.check(prompt, sampling)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for begin in range(0, len(order), batch):
             group = order[begin : begin + batch]
-            generators = [_generator(sampling.seed if seeds is None else seeds[i]) for i in group]
-            completions = self._generate([prompts[i] for i in group], sampling, generators, stop_ids)
+            samplers = [TokenSampler(sampling, prompts[i], None if seeds is None else seeds[i]) for i in group]
+            completions = self._generate([prompts[i] for i in group], sampling.max_tokens, samplers, stop_ids)
             done |= dict(zip(group, completions, strict=True))
         return [done[i] for i in range(len(prompts))]
 
     def _generate(
         self,
         prompts: list[Sequence[int]],
-        sampling: SamplingConfig,
-        generators: list[torch.Generator],
+        max_tokens: int,
+        samplers: list[TokenSampler],
         stop_ids: frozenset[int],
     ) -> list[Completion]:
-        rooms = [min(sampling.max_tokens, self.context - len(prompt)) for prompt in prompts]
+        rooms = [min(max_tokens, self.context - len(prompt)) for prompt in prompts]
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
         if not max(rooms):
             return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
-        rows = self._rows(prompts, rooms)
+        rows = self.rows(prompts, rooms)
         logits, open_rows = rows.begin(), list(range(len(prompts)))
         while True:
-            before = [[*prompts[row], *said[row]] for row in open_rows]
-            chosen = choose_each(logits, sampling, [generators[row] for row in open_rows], before)
+            chosen = choose_each(logits, [samplers[row] for row in open_rows])
             for row, id in zip(open_rows, chosen, strict=True):
                 if rooms[row]:
                     stopped[row] = id in stop_ids
@@ -202,12 +210,32 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def _rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "_PackedRows | _ModelRows":
+    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch":
+        """Prompts that are decoded together, with memory for so many more tokens of each."""
         if self.decoder is None:
-            return _ModelRows(self.model, self.num_ids, prompts, rooms)
-        return _PackedRows(self.decoder, self.num_ids, prompts, rooms)
+            return ModelBatch(self.model, self.num_ids, prompts, rooms)
+        return PackedBatch(self.decoder, self.num_ids, prompts, rooms)
 
-    def _check(self, ids: Sequence[int]) -> None:
+    @torch.inference_mode()
+    def embed(self, ids: Sequence[int]) -> Float[Tensor, " D"]:
+        """
+        The mean of the last layer's normed hidden states over all tokens, in float32 on the CPU.
+
+        Raises DataError for IDs that are none or more than the context.
+        """
+        if not 0 < len(ids) <= self.context:
+            what = f"the text has {len(ids)} tokens, and the model takes 1 to {self.context}"
+            raise DataError(what, hint="Shorten the text." if ids else "Give at least one token.")
+        hidden = self.model(torch.tensor([list(ids)], device=self.model.embed.weight.device))
+        mean: Tensor = hidden[0].float().mean(dim=0).cpu()
+        check_finite(mean.sum())
+        return mean
+
+    def check(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
+        """Raises DataError for a prompt that is empty or leaves no room, and for a bias of a token that is none."""
+        if wrong := [id for id, _ in sampling.logit_bias if id >= self.num_ids]:
+            hint = f"This model's token IDs are 0 to {self.num_ids - 1}."
+            raise DataError(f"there is no token {wrong[0]}", where="logit_bias", hint=hint)
         if not ids:
             raise DataError("the prompt is empty", hint="Give at least one id.")
         if len(ids) >= self.context:
@@ -215,7 +243,7 @@ class Engine:
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
 
 
-class _PackedRows:
+class PackedBatch:
     """Sequences that are decoded with packed weights. A sequence that has ended takes no more work."""
 
     def __init__(self, decoder: Decoder, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> None:
@@ -242,17 +270,24 @@ class _PackedRows:
         check_finite(logits.sum(dim=-1))
         return logits
 
-    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """Logits of what follows, for some rows, after one more ID of each."""
+    def extend(self, rows: Sequence[int], ids: Sequence[int], drafts: Sequence[int] = ()) -> Tensor:
+        """
+        Logits of what follows, for some rows, after one more ID of each. Behind a single row may be drafts:
+        the logits after each of them follow, and they do not count as part of the row yet.
+        """
+        assert not drafts or len(rows) == 1
         positions = [self.lengths[row] for row in rows]
-        logits = self.decoder.step(ids, rows, positions, self.pages, self.memory, range(len(rows)))[:, : self.num_ids]
+        positions += range(positions[0] + 1, positions[0] + 1 + len(drafts))
+        every = [*rows, *(rows[0] for _ in drafts)]
+        logits = self.decoder.step([*ids, *drafts], every, positions, self.pages, self.memory, range(len(every)))
+        logits = logits[:, : self.num_ids]
         check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
         for row in rows:
             self.lengths[row] += 1
         return logits
 
 
-class _ModelRows:
+class ModelBatch:
     """Sequences that are decoded by the model itself. All are computed until the last has ended."""
 
     def __init__(

@@ -752,6 +752,13 @@ class GGUFTensors:
             tensor = (tensor.float() - 1.0).to(tensor.dtype)
         return reordered(tensor, ours, self._layout, self._sizes, inward=True)
 
+    def raw_rows(self, name: str) -> tuple[Tensor, gguf.GGMLQuantizationType]:
+        """The bytes of each row of a matrix, in the order of transformers, and their format."""
+        stored = self.stored[self._names[name]]
+        raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
+        rows = torch.from_numpy(raw.copy()).view(stored.shape[0], -1)
+        return reordered(rows, self._names[name], self._layout, self._sizes, inward=True), stored.kind
+
     def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
         if plain := PLAIN.get(stored.kind.name):
