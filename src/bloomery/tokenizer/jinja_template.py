@@ -498,6 +498,8 @@ _FAILURES = (
     _RefusedError,
 )
 """What a template can raise: its own exception, a refusal of the sandbox, or a mistake in it."""
+TOOL_KEYS = ("tool_calls", "tool_call_id", "name")
+"""Of a ToolMessage, next to role and content."""
 PROBE: tuple[Message, Message] = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
 """A conversation that every template can write."""
 
@@ -555,6 +557,11 @@ class JinjaRenderer:
             raise DataError(what, where="messages", hint=SHORTER)
         return ids
 
+    def written(self, messages: Sequence[Message], *, asks: bool = False, **variables: Any) -> str:
+        """A conversation as text, up to where the assistant's answer begins if it `asks`. Raises DataError."""
+        _check_messages(messages)
+        return str.__str__(self._text(messages, variables, add_generation_prompt=asks))
+
     def said(self, ids: Sequence[int]) -> str:
         """The content of an answer from its token IDs, with or without the end token."""
         return self.tokenizer.decode(ids).removeprefix(self.lead)
@@ -569,7 +576,11 @@ class JinjaRenderer:
 
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], **flags: bool) -> OriginText:
         rows = [
-            {"role": _structure(message["role"]), "content": _data(message["content"], FIRST + number)}
+            {
+                **{key: _data(message[key]) for key in TOOL_KEYS if key in message},  # type: ignore[literal-required]
+                "role": _structure(message["role"]),
+                "content": _data(message["content"], FIRST + number),
+            }
             for number, message in enumerate(messages)
         ]
         values: dict[str, Any] = {role: _structure(name) for role, name in self._roles.items()}
