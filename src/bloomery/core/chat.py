@@ -85,6 +85,8 @@ MAX_TOKENS = 2**24
 """Above every context and every vocabulary."""
 MAX_SEED = 2**63 - 1
 """Random generators take 63 bits and a sign."""
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+"""Entries of a logit bias, and the size of each."""
 
 TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
 """Of the chat templates that come with Bloomery: tokenizer/chat_template.py."""
@@ -94,10 +96,17 @@ LIMITS: dict[str, tuple[float, float]] = {
     "top_k": (0, MAX_TOKENS),
     "top_p": (0, 1),
     "min_p": (0, 1),
+    "typical_p": (0, 1),
     "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "penalty_window": (0, MAX_TOKENS),
+    "no_repeat_ngram": (0, 1024),
     "seed": (-MAX_SEED - 1, MAX_SEED),
 }
 """The least and the largest value of each number. A server and a recipe may take less."""
+ABOVE_ZERO = ("top_p", "typical_p")
+"""Shares of which 0 would leave no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +123,20 @@ class SamplingConfig:
     """Sample from the fewest tokens whose probabilities reach p; above 0."""
     min_p: float = 0.0
     """Sample from the tokens whose probability is at least this share of the highest; 0: from all."""
+    typical_p: float = 1.0
+    """Sample from the tokens nearest to the expected surprise whose probabilities reach p; above 0. 1: from all."""
     repetition_penalty: float = 1.0
     """Logits of tokens that occurred are divided by it, or multiplied where below 0. 1: unchanged."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occurred."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that it occurred."""
+    penalty_window: int = 0
+    """The three penalties count the last so many tokens of prompt and answer; 0: all."""
+    no_repeat_ngram: int = 0
+    """No sequence of so many tokens occurs twice in prompt and answer; 0: any may."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token IDs, and what is added to the logit of each: from -100 to 100, for at most 1,024 tokens."""
     seed: int | None = None
     """None: a new one each time."""
     stop: tuple[str, ...] = ()
@@ -126,9 +147,20 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not (low <= value <= high and (name != "top_p" or value > 0)):
-                least = "above 0" if name == "top_p" else f"at least {low:,}"
+            if value is not None and not (low <= value <= high and (name not in ABOVE_ZERO or value > 0)):
+                least = "above 0" if name in ABOVE_ZERO else f"at least {low:,}"
                 raise DataError(f"must be {least} and at most {high:,}, got {value}", where=name)
+        if len(self.logit_bias) > MAX_BIASES:
+            what = f"has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}"
+            raise DataError(what, where="logit_bias", hint="Leave out the smallest biases.")
+        biased = [id for id, _ in self.logit_bias]
+        if len(set(biased)) < len(biased):
+            twice = next(id for id in biased if biased.count(id) > 1)
+            raise DataError(f"names token {twice} twice", where="logit_bias", hint="Name each token once.")
+        for id, bias in self.logit_bias:
+            if not (0 <= id < MAX_TOKENS and -MAX_BIAS <= bias <= MAX_BIAS):
+                hint = f"IDs are from 0 to below {MAX_TOKENS:,}, and biases from -100 to 100."
+                raise DataError(f"has the bias {bias} for token {id}", where="logit_bias", hint=hint)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "SamplingConfig":

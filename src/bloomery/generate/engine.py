@@ -1,8 +1,7 @@
 """
 Decodes token IDs with a key/value cache, one sequence as a stream or many as a batch.
 
-A sequence of a batch gets the IDs that it would get alone, by test. The next token is greedy, or sampled with
-temperature, top-k and top-p.
+A sequence of a batch gets the IDs that it would get alone, by test. sampling.py chooses each next token.
 """
 
 import math
@@ -16,6 +15,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
+from bloomery.generate.sampling import Sampler, choose_each
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
 from bloomery.model.quantize import kept_bytes
@@ -24,71 +24,8 @@ from bloomery.model.transformer import Transformer
 import torch
 from torch import Tensor
 
-MIN_TEMPERATURE = 1e-5
-"""Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
-
 PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
-
-
-def choose(
-    logits: Float[Tensor, " V"],
-    sampling: SamplingConfig,
-    generator: torch.Generator | None = None,
-    seen: Sequence[int] = (),
-) -> int:
-    """
-    One token ID. Temperatures below MIN_TEMPERATURE take the largest logit; ties go to the smallest ID.
-
-    Top-k keeps the k largest logits (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
-    one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751). Min-p keeps those of at least that share of the
-    highest probability (https://arxiv.org/abs/2407.01082). `seen` are the IDs of prompt and answer so far, for the
-    repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
-    """
-    return choose_each(logits[None], sampling, [generator], [seen])[0]
-
-
-def choose_each(
-    logits: Float[Tensor, "B V"],
-    sampling: SamplingConfig,
-    generators: Sequence[torch.Generator | None],
-    seen: Sequence[Sequence[int]] = (),
-) -> list[int]:
-    """
-    As `choose`, for sequences that each have a generator of their own: a sequence gets what it would get alone. The
-    engine has checked that the logits are finite.
-    """
-    if sampling.repetition_penalty != 1.0:
-        logits = _penalized(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature < MIN_TEMPERATURE:
-        greedy: list[int] = logits.argmax(dim=-1).tolist()
-        return greedy
-    scaled = logits.cpu().double() / sampling.temperature  # in this order: Apple's GPUs have no float64
-    if (
-        not sampling.top_k and sampling.top_p >= 1.0 and not sampling.min_p
-    ):  # nothing is left out, and sorting is most of the work
-        return _sampled(torch.softmax(scaled, dim=-1), generators)
-    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
-    chances = torch.softmax(ordered, dim=-1)
-    if sampling.top_p < 1.0:
-        before = chances.cumsum(-1) - chances  # what those ahead of each ID already reach
-        kept = before < sampling.top_p
-        kept[:, 0] = True
-        chances = torch.where(kept, chances, torch.zeros_like(chances))
-    if sampling.min_p:
-        chances = torch.where(chances >= sampling.min_p * chances[:, :1], chances, torch.zeros_like(chances))
-    return [int(row[index]) for row, index in zip(ids, _sampled(chances, generators), strict=True)]
-
-
-def _penalized(logits: Float[Tensor, "B V"], seen: Sequence[Sequence[int]], penalty: float) -> Float[Tensor, "B V"]:
-    """Each row with the logits of its seen IDs nearer to unlikely. An ID that occurred several times counts once."""
-    logits = logits.clone()
-    for row, ids in zip(logits, seen, strict=True):
-        index = torch.tensor(sorted({id for id in ids if id < len(row)}), dtype=torch.long, device=row.device)
-        row[index] = torch.where(row[index] < 0, row[index] * penalty, row[index] / penalty)
-    return logits
 
 
 def check_finite(numbers: Tensor) -> None:
@@ -96,17 +33,6 @@ def check_finite(numbers: Tensor) -> None:
     if not all(map(math.isfinite, numbers.flatten().tolist())):
         what = "the model computes logits that are not finite: its weights are finite, and too large to compute with"
         raise CheckpointError(what, hint="Train it again with lower learning rates, or name an earlier checkpoint.")
-
-
-def _sampled(chances: Float[Tensor, "B V"], generators: Sequence[torch.Generator | None]) -> list[int]:
-    """An index into each row, by the row's own generator."""
-    return [int(torch.multinomial(row, 1, generator=own)) for row, own in zip(chances, generators, strict=True)]
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator()
-    generator.manual_seed(seed) if seed is not None else generator.seed()
-    return generator
 
 
 @dataclass(frozen=True)
@@ -138,14 +64,13 @@ class Engine:
 
         Raises DataError for a prompt that is empty or leaves no room in the context.
         """
-        self._check(ids)
-        generator = _generator(sampling.seed)
+        self.check(ids, sampling)
+        sampler = Sampler(sampling, ids)
         room = min(sampling.max_tokens, self.context - len(ids))
-        rows, seen = self._rows([ids], [room]), list(ids)
+        rows = self.rows([ids], [room])
         logits = rows.begin()
         for number in range(room):
-            chosen = choose(logits[0], sampling, generator, seen)
-            seen.append(chosen)
+            (chosen,) = choose_each(logits, [sampler])
             yield chosen
             if chosen in stop_ids or number == room - 1:
                 return
@@ -166,32 +91,31 @@ class Engine:
         """
         done: dict[int, Completion] = {}
         for prompt in prompts:
-            self._check(prompt)
+            self.check(prompt, sampling)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for begin in range(0, len(order), batch):
             group = order[begin : begin + batch]
-            generators = [_generator(sampling.seed if seeds is None else seeds[i]) for i in group]
-            completions = self._generate([prompts[i] for i in group], sampling, generators, stop_ids)
+            samplers = [Sampler(sampling, prompts[i], None if seeds is None else seeds[i]) for i in group]
+            completions = self._generate([prompts[i] for i in group], sampling.max_tokens, samplers, stop_ids)
             done |= dict(zip(group, completions, strict=True))
         return [done[i] for i in range(len(prompts))]
 
     def _generate(
         self,
         prompts: list[Sequence[int]],
-        sampling: SamplingConfig,
-        generators: list[torch.Generator],
+        max_tokens: int,
+        samplers: list[Sampler],
         stop_ids: frozenset[int],
     ) -> list[Completion]:
-        rooms = [min(sampling.max_tokens, self.context - len(prompt)) for prompt in prompts]
+        rooms = [min(max_tokens, self.context - len(prompt)) for prompt in prompts]
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
         if not max(rooms):
             return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
-        rows = self._rows(prompts, rooms)
+        rows = self.rows(prompts, rooms)
         logits, open_rows = rows.begin(), list(range(len(prompts)))
         while True:
-            before = [[*prompts[row], *said[row]] for row in open_rows]
-            chosen = choose_each(logits, sampling, [generators[row] for row in open_rows], before)
+            chosen = choose_each(logits, [samplers[row] for row in open_rows])
             for row, id in zip(open_rows, chosen, strict=True):
                 if rooms[row]:
                     stopped[row] = id in stop_ids
@@ -202,12 +126,32 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def _rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "_PackedRows | _ModelRows":
+    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedRows | ModelRows":
+        """Prompts that are decoded together, with memory for so many more tokens of each."""
         if self.decoder is None:
-            return _ModelRows(self.model, self.num_ids, prompts, rooms)
-        return _PackedRows(self.decoder, self.num_ids, prompts, rooms)
+            return ModelRows(self.model, self.num_ids, prompts, rooms)
+        return PackedRows(self.decoder, self.num_ids, prompts, rooms)
 
-    def _check(self, ids: Sequence[int]) -> None:
+    @torch.inference_mode()
+    def embed(self, ids: Sequence[int]) -> Float[Tensor, " D"]:
+        """
+        The mean of the last layer's normed hidden states over all tokens, in float32 on the CPU.
+
+        Raises DataError for IDs that are none or more than the context.
+        """
+        if not 0 < len(ids) <= self.context:
+            what = f"the text has {len(ids)} tokens, and the model takes 1 to {self.context}"
+            raise DataError(what, hint="Shorten the text." if ids else "Give at least one token.")
+        hidden = self.model(torch.tensor([list(ids)], device=self.model.embed.weight.device))
+        mean: Tensor = hidden[0].float().mean(dim=0).cpu()
+        check_finite(mean.sum())
+        return mean
+
+    def check(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
+        """Raises DataError for a prompt that is empty or leaves no room, and for a bias of a token that is none."""
+        if wrong := [id for id, _ in sampling.logit_bias if id >= self.num_ids]:
+            hint = f"This model's token IDs are 0 to {self.num_ids - 1}."
+            raise DataError(f"there is no token {wrong[0]}", where="logit_bias", hint=hint)
         if not ids:
             raise DataError("the prompt is empty", hint="Give at least one id.")
         if len(ids) >= self.context:
@@ -215,7 +159,7 @@ class Engine:
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
 
 
-class _PackedRows:
+class PackedRows:
     """Sequences that are decoded with packed weights. A sequence that has ended takes no more work."""
 
     def __init__(self, decoder: Decoder, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> None:
@@ -252,7 +196,7 @@ class _PackedRows:
         return logits
 
 
-class _ModelRows:
+class ModelRows:
     """Sequences that are decoded by the model itself. All are computed until the last has ended."""
 
     def __init__(

@@ -1,0 +1,206 @@
+"""
+How the next token of a sequence is chosen from its logits: bias, penalties, and which of the likeliest may be sampled.
+
+The order is that of transformers. A bias is added to logits; then come the repetition penalty (Keskar et al. 2019,
+https://arxiv.org/abs/1909.05858), presence and frequency penalties, and the rule that no n-gram occurs twice. Logits
+are divided by the temperature. Of the tokens that are left, top-k keeps the k likeliest, and top-p the fewest of these
+whose probabilities reach p (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751). Min-p keeps those of at least that
+share of the highest probability (https://arxiv.org/abs/2407.01082). Typical-p keeps those whose surprise -log p is
+nearest to the entropy (Meister et al. 2022, https://arxiv.org/abs/2202.00666).
+
+V is the number of token IDs, C a number of candidates, B of sequences.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float, Int
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.chat import SamplingConfig
+from bloomery.core.errors import DataError
+
+import torch
+from torch import Tensor
+
+MIN_TEMPERATURE = 1e-5
+"""Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
+FEW = 256
+"""Candidates of top-p that are tried before all IDs are sorted, which takes longer than a step of a small model."""
+
+
+class Sampler:
+    """Chooses the tokens of one sequence. It keeps of the text only what its settings read."""
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        prompt: Sequence[int] = (),
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`seed` replaces that of `sampling`, and `generator` both."""
+        self.sampling = sampling
+        self.is_greedy = sampling.temperature < MIN_TEMPERATURE
+        counted = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
+        self._counts: Counter[int] | None = Counter() if counted else None
+        self._followers: dict[tuple[int, ...], set[int]] | None = {} if sampling.no_repeat_ngram else None
+        self.reads_text = counted or self._followers is not None
+        self.changes_logits = self.reads_text or bool(sampling.logit_bias)
+        self._text: list[int] = []
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if sampling.logit_bias:
+            ids, biases = zip(*sampling.logit_bias, strict=True)
+            self._bias = torch.tensor(ids), torch.tensor(biases)
+        self._generator = generator
+        if generator is None and not self.is_greedy:
+            self._generator = torch.Generator()
+            seed = sampling.seed if seed is None else seed
+            self._generator.manual_seed(seed) if seed is not None else self._generator.seed()
+        for id in prompt if self.reads_text else ():
+            self.accept(id)
+
+    def accept(self, id: int) -> None:
+        """A token that the sequence now has."""
+        if not self.reads_text:
+            return
+        self._text.append(id)
+        if self._counts is not None:
+            self._counts[id] += 1
+            window = self.sampling.penalty_window
+            if window and len(self._text) > window:
+                gone = self._text[-1 - window]
+                self._counts[gone] -= 1
+                if not self._counts[gone]:
+                    del self._counts[gone]
+        if self._followers is not None and len(self._text) >= (n := self.sampling.no_repeat_ngram):
+            self._followers.setdefault(tuple(self._text[len(self._text) - n : -1]), set()).add(id)
+
+    def choose(self, logits: Float[Tensor, " V"], allowed: Bool[Tensor, " V"] | None = None) -> int:
+        """
+        One token ID of those allowed, which the text then has. Temperatures below MIN_TEMPERATURE take the largest
+        logit; ties go to the smallest ID. Where every allowed token would repeat an n-gram, repeating is allowed.
+
+        Raises DataError where none is allowed.
+        """
+        logits = self._changed(logits, allowed)
+        if self.is_greedy:
+            id = int(logits.argmax())
+        else:
+            chances, ids = distribution(logits, self.sampling)
+            drawn = _drawn(chances, self._generator)
+            id = drawn if ids is None else int(ids[drawn])
+        self.accept(id)
+        return id
+
+    def _changed(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
+        """Logits after bias, penalties and bans, as a copy where there are any."""
+        if allowed is None and not self.changes_logits:
+            return logits
+        logits = logits.clone()
+        if self._bias is not None:
+            logits[self._bias[0]] += self._bias[1]
+        if self._counts:
+            self._penalize(logits, self._counts)
+        if allowed is not None:
+            logits[~allowed] = -torch.inf
+            if not bool(allowed.any()):
+                raise DataError("no token may follow the answer so far", hint="Loosen the grammar or schema.")
+        if self._followers is not None and len(self._text) >= (n := self.sampling.no_repeat_ngram) - 1:
+            if banned := self._followers.get(tuple(self._text[len(self._text) - n + 1 :])):
+                left = logits.clone()
+                left[[id for id in banned if id < len(logits)]] = -torch.inf
+                logits = left if bool((left > -torch.inf).any()) else logits
+        return logits
+
+    def _penalize(self, logits: Float[Tensor, " V"], counts: Counter[int]) -> None:
+        sampling = self.sampling
+        numbers = torch.tensor([pair for pair in counts.items() if pair[0] < len(logits)]).view(-1, 2)
+        ids, times = numbers[:, 0], numbers[:, 1]
+        some, factor = logits[ids], sampling.repetition_penalty
+        some = torch.where(some < 0, some * factor, some / factor)
+        logits[ids] = some - sampling.presence_penalty - sampling.frequency_penalty * times
+
+
+def choose_each(
+    logits: Float[Tensor, "B V"], samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] = ()
+) -> list[int]:
+    """One token ID for each sequence, by its own sampler: what it would get alone. The logits are finite."""
+    allowed = allowed or [None] * len(samplers)
+    plain = [sampler.is_greedy and not sampler.changes_logits for sampler in samplers]
+    if all(plain) and all(one is None for one in allowed):
+        likeliest: list[int] = logits.argmax(dim=-1).tolist()  # of all rows at once: a GPU waits once
+        return likeliest
+    logits = logits.cpu()  # Apple's GPUs have no float64
+    return [sampler.choose(row, one) for row, sampler, one in zip(logits, samplers, allowed, strict=True)]
+
+
+def distribution(
+    logits: Float[Tensor, " V"], sampling: SamplingConfig
+) -> tuple[Float[Tensor, " C"], Int[Tensor, " C"] | None]:
+    """
+    What is sampled from, at a temperature that is not 0: numbers in the ratios of the candidates' probabilities, and
+    the candidates' IDs, from the likeliest to the least. No IDs: the candidates are all IDs, in their order.
+    """
+    scaled = logits.double() / sampling.temperature
+    ids: Tensor | None = None
+    if sampling.top_k or sampling.top_p < 1.0:
+        scaled, ids = _likeliest(scaled, sampling)
+    chances = torch.softmax(scaled, dim=-1)
+    if sampling.min_p:
+        chances = torch.where(chances >= sampling.min_p * chances.max(), chances, 0.0)
+    if sampling.typical_p < 1.0:
+        chances = _typical(chances / chances.sum(), sampling.typical_p)
+    return chances, ids
+
+
+def _likeliest(scaled: Float[Tensor, " V"], sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """The candidates of top-k and top-p, from the highest to the lowest; of equal ones the smaller ID is first."""
+    top_k = min(sampling.top_k or len(scaled), len(scaled))
+    if top_k < len(scaled):
+        least = torch.topk(scaled, top_k).values[-1]
+        ordered, ids = _sorted(scaled, scaled >= least)
+        ordered, ids = ordered[:top_k], ids[:top_k]
+        total = (ordered - ordered[0]).exp().sum()
+    else:
+        total = (scaled - scaled.max()).exp().sum()
+        least = torch.topk(scaled, min(FEW, len(scaled))).values[-1]
+        ordered, ids = _sorted(scaled, scaled >= least)
+        if float((ordered - ordered[0]).exp().sum()) < sampling.top_p * float(total):
+            ordered, ids = torch.sort(scaled, descending=True, stable=True)
+    if sampling.top_p < 1.0:
+        chances = (ordered - ordered[0]).exp() / total
+        ahead = chances.cumsum(-1) - chances  # what the likelier ones already reach
+        kept = ahead < sampling.top_p
+        kept[0] = True
+        ordered, ids = ordered[kept], ids[kept]
+    return ordered, ids
+
+
+def _sorted(scaled: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    some = kept.nonzero()[:, 0]
+    ordered, order = torch.sort(scaled[some], descending=True, stable=True)
+    return ordered, some[order]
+
+
+def _typical(chances: Float[Tensor, " C"], mass: float) -> Float[Tensor, " C"]:
+    """Zero for the candidates whose surprise is farther from the entropy than that of those that reach the mass."""
+    surprise = -chances.log()
+    entropy = torch.where(chances > 0, chances * surprise, 0.0).sum()
+    far = (surprise - entropy).abs()
+    ordered, order = torch.sort(far, stable=True)
+    last = int((chances[order].cumsum(-1) < mass).sum())
+    return torch.where(far <= ordered[min(last, len(ordered) - 1)], chances, 0.0)
+
+
+def _drawn(chances: Float[Tensor, " C"], generator: torch.Generator | None) -> int:
+    """An index, as often as its number is large: by one random number in the sum of all."""
+    sums = chances.cumsum(-1)
+    point = torch.rand(1, generator=generator, dtype=torch.float64) * sums[-1]
+    # The first sum above the point: where a chance is 0, the sum is that of the index before.
+    index = int(torch.searchsorted(sums, point, right=True))
+    return index if index < len(sums) else int(chances.nonzero()[-1])
