@@ -630,8 +630,7 @@ def chat(options: argparse.Namespace) -> int:
             raise DataError("--complete continues the text of --prompt", where="--prompt", hint="Add --prompt TEXT.")
         for prompt in options.prompt:
             print(prompt, end="", flush=True)
-            ids = loaded.language.text_ids(prompt)
-            _print_pieces(model.continuation(ids, sampling, loaded.language.stop_ids))
+            _print_pieces(model.continuation(prompt, sampling))
         return 0
     loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
     if options.prompt:

@@ -17,7 +17,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError
 from bloomery.serve import guard
 from bloomery.serve import queue as serve_queue
-from bloomery.serve.chat_model import ModelInfo
+from bloomery.serve.chat_model import Asked, ModelInfo, StoppedError
 from bloomery.serve.server import STATIC, Server, app, serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -192,11 +192,12 @@ def test_pieces_that_nobody_reads_end_the_answer(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> None:
         job = await serve_queue.RequestQueue(FakeModels(bloom)).ask(
-            "bloom", [{"role": "user", "content": "long"}], SamplingConfig(max_tokens=100_000)
+            "bloom",
+            Asked(sampling=SamplingConfig(max_tokens=100_000), messages=({"role": "user", "content": "long"},)),
         )
         assert job is not None
         await asyncio.to_thread(bloom.closed.wait, 60)
-        with pytest.raises(serve_queue.StoppedError):
+        with pytest.raises(StoppedError):
             async for _ in job.pieces():
                 pass
 

@@ -19,11 +19,16 @@ from typing import Any, Literal
 
 import llguidance
 import numpy as np
+from jaxtyping import Bool
 
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import Message, ToolMessage
 from bloomery.core.errors import DataError, shorten
 from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+
+import torch
+from torch import Tensor
 
 MAX_SCHEMA, MAX_GRAMMAR, MAX_CHOICES = 2**16, 2**14, 1000
 """Characters of a schema as JSON, and of a regular expression or grammar; texts to choose from."""
@@ -175,6 +180,27 @@ class FormConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, form: Form) -> None:
         self._matcher, self._form = matcher, form
 
+    def allowed(self) -> Bool[Tensor, " V"]:
+        """The tokens that may follow, with those that end the answer where it has its form."""
+        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
+        self._check()
+        return torch.from_numpy(bias > 0)
+
+    def accept(self, id: int) -> None:
+        """Raises DataError where the next token would take too much work."""
+        self._matcher.consume_token(id)
+        self._check()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            what = f"an answer of this form takes too much work: {shorten(self._matcher.get_error())}"
+            raise DataError(what, where=self._form.field, hint="Make it simpler.")
+
 
 # --- tools ---------------------------------------------------------------------------------------------------------
 
@@ -263,6 +289,49 @@ class ToolFormat:
         schema = schema_form({"anyOf": choices}, "tools").source
         before, after = (_as_lark(text, special) for text in (self.begin, self.end))
         return Form("grammar", f"start: {before} call {after}\ncall: %json {schema}", "tools")
+
+
+class ToolText:
+    """Text in, text out that belongs to no call of a tool. The calls are known at the end."""
+
+    def __init__(self, format: ToolFormat, names: Sequence[str], *, one_call: bool = False) -> None:
+        """`names` of the tools. With `one_call`, only the first call counts."""
+        self._format, self._names, self._one_call = format, names, one_call
+        self._mark = format.mark or "{"
+        self._held, self._calls, self._spoke = "", False, False
+
+    def shown(self, special: bytes) -> bytes:
+        """A special token as text, where calls are written with it; else nothing."""
+        return special if special.decode() in self._format.begin + self._format.end else b""
+
+    def add(self, text: str) -> str:
+        """The text that is certain to be no part of a call."""
+        self._held += text
+        if self._calls:
+            return ""
+        if not self._format.mark:  # a call is the whole answer
+            if not self._held.strip() and not self._spoke:
+                return ""
+            self._calls = self._held.lstrip().startswith("{") and not self._spoke
+            keep = len(self._held) if self._calls else 0
+        elif (at := self._held.find(self._mark)) >= 0:
+            self._calls, keep = True, len(self._held) - at
+        else:
+            keep = overlap(self._held, self._mark)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self._spoke = self._spoke or bool(shown)
+        return shown
+
+    def end(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """The rest of the text, and the calls."""
+        shown, held = self.add(text), self._held
+        calls = self._format.calls(held, self._names)[: 1 if self._one_call else None]
+        return (shown.rstrip() if calls else shown + held), tuple(calls)
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that begins `mark` without being all of it."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:

@@ -9,7 +9,7 @@ is.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -384,6 +384,115 @@ def _check_tool(tool: object, where: str) -> None:
         raise DataError(f"is no JSON Schema: {_shown(function['parameters'])}", where=f"{where}.function.parameters")
 
 
+class ResponsesRequest(WireRequest):
+    """The body of POST /v1/responses. It becomes a ChatRequest; nothing is kept between requests."""
+
+    input: Any
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What the answer repeats of the request."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "temperature": self.temperature,
+            "text": self.text or {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_p": self.top_p,
+            "truncation": self.truncation or "disabled",
+        }
+
+    def asked(self) -> Asked:
+        """What the model is asked for. Raises DataError, which names the field."""
+        self.check_unknown()
+        if self.previous_response_id is not None:
+            hint = "Send the whole conversation as input."
+            raise DataError("this server keeps no responses", where="previous_response_id", hint=hint)
+        if self.text is not None and (not isinstance(self.text, dict) or set(self.text) - {"format"}):
+            raise DataError(f"has to be an object with a format, got {_shown(self.text)}", where="text")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        values = {
+            "model": self.model,
+            "messages": system + _as_messages(self.input),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": _nested(self.tools),
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": (self.text or {}).get("format"),
+            "truncation": "oldest" if self.truncation == "auto" else "disabled",
+        }
+        try:
+            return validated(ChatRequest, values).asked()
+        except DataError as error:
+            renamed = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+            first, dot, rest = error.where.partition(".")
+            raise DataError(error.what, where=renamed.get(first, first) + dot + rest, hint=error.hint) from None
+
+
+def _as_messages(value: object) -> list[dict[str, Any]]:
+    """The input of /v1/responses as messages of chat completions. Raises DataError."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
+        raise DataError(f"has to be a text or a list of items, got {_shown(value)}", where="input")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(value):
+        match item:
+            case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+                call = {"id": item.get("call_id", ""), "function": {"name": name, "arguments": arguments}}
+                if messages and "tool_calls" in messages[-1]:
+                    messages[-1]["tool_calls"].append(call)
+                else:
+                    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            case {"type": "function_call_output", "output": output}:
+                message = {"role": "tool", "content": _plain_parts(output)}
+                messages.append({**message, "tool_call_id": item.get("call_id")})
+            case {"role": role, "content": content} if item.get("type", "message") == "message":
+                messages.append({"role": role, "content": _plain_parts(content)})
+            case _:
+                raise DataError(f"is no item that this server knows: {_shown(item)}", where=f"input.{index}")
+    return messages
+
+
+def _plain_parts(content: object) -> object:
+    """The parts of a content as chat completions name them. What is no text stays as it is, and is refused there."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part["text"]}
+        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text") and "text" in part
+        else part
+        for part in content
+    ]
+
+
+def _nested(tools: object) -> object:
+    """Functions of /v1/responses as chat completions write them. What is no function is refused there."""
+    if not isinstance(tools, list):
+        return tools
+    return [
+        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
+        if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool
+        else tool
+        for tool in tools
+    ]
+
+
 class CompletionRequest(SamplingRequest):
     """The body of POST /v1/completions: texts or token IDs that the model continues, without a chat template."""
 
@@ -412,7 +521,7 @@ class CompletionRequest(SamplingRequest):
             sampling=self.sampling(),
             prompts=prompts,
             choices=choices,
-            logprobs=self.logprobs,
+            logprobs=0 if self.logprobs is None and choices > (self.n or 1) else self.logprobs,
             form=self.form(),
             echo=bool(self.echo),
         )
@@ -549,7 +658,3 @@ def _shown(value: object) -> str:
         if len(text) > SHOWN:
             return f"{readable(text[:SHOWN])}…"
     return readable(text)
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": readable(message), "type": kind, "param": param, "code": code}}

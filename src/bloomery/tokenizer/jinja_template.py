@@ -38,7 +38,7 @@ from bloomery.core.chat import Message, message_problem
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import info
-from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered
+from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered, TooLongError
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 2**19
@@ -554,13 +554,18 @@ class JinjaRenderer:
         ids = [] if max_tokens is not None and least > max_tokens else self._encoded(text)[0]
         if max_tokens is not None and (count := max(least, len(ids))) > max_tokens:
             what = f"the conversation takes at least {count} tokens, and the model has a context of {max_tokens}"
-            raise DataError(what, where="messages", hint=SHORTER)
+            raise TooLongError(what, where="messages", hint=SHORTER)
         return ids
 
     def written(self, messages: Sequence[Message], *, asks: bool = False, **variables: Any) -> str:
         """A conversation as text, up to where the assistant's answer begins if it `asks`. Raises DataError."""
         _check_messages(messages)
         return str.__str__(self._text(messages, variables, add_generation_prompt=asks))
+
+    @property
+    def end_names(self) -> list[str]:
+        """The special tokens that end an answer, as text."""
+        return [self._special[id] for id in sorted(self.end_ids) if id in self._special]
 
     def said(self, ids: Sequence[int]) -> str:
         """The content of an answer from its token IDs, with or without the end token."""
