@@ -8,7 +8,14 @@ at what a whole call says together, and takes its time. All others are checked b
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
 
-SHAPES = ("bloomery.generate.engine", "bloomery.model", "bloomery.train.loss", "bloomery.train.preference")
+SHAPES = (
+    "bloomery.generate.engine",
+    "bloomery.generate.sampling",
+    "bloomery.generate.scheduler",
+    "bloomery.model",
+    "bloomery.train.loss",
+    "bloomery.train.preference",
+)
 """The modules that write shapes; those of `addopts`."""
 LATE = ("bloomery.cli", "bloomery.api", "bloomery.checks")
 """What names types that it does not load: nothing at run time can look them up."""

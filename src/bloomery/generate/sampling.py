@@ -110,12 +110,19 @@ class Sampler:
             logits[~allowed] = -torch.inf
             if not bool(allowed.any()):
                 raise DataError("no token may follow the answer so far", hint="Loosen the grammar or schema.")
-        if self._followers is not None and len(self._text) >= (n := self.sampling.no_repeat_ngram) - 1:
-            if banned := self._followers.get(tuple(self._text[len(self._text) - n + 1 :])):
-                left = logits.clone()
-                left[[id for id in banned if id < len(logits)]] = -torch.inf
-                logits = left if bool((left > -torch.inf).any()) else logits
+        if banned := self._banned(len(logits)):
+            left = logits.clone()
+            left[banned] = -torch.inf
+            logits = left if bool((left > -torch.inf).any()) else logits
         return logits
+
+    def _banned(self, num_ids: int) -> list[int]:
+        """IDs that would end an n-gram that the text has already."""
+        before = self.sampling.no_repeat_ngram - 1
+        if self._followers is None or len(self._text) < before:
+            return []
+        last = tuple(self._text[len(self._text) - before :])
+        return [id for id in self._followers.get(last, ()) if id < num_ids]
 
     def _penalize(self, logits: Float[Tensor, " V"], counts: Counter[int]) -> None:
         sampling = self.sampling
