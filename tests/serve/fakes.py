@@ -30,9 +30,9 @@ class FakeAnswerer:
         self.closed = threading.Event()
 
     def begin(self, asked: Asked, notify: Callable[[], None]) -> "FakeAnswer":
-        messages = asked.messages or ({"role": "user", "content": str(asked.prompts[0])},)
+        messages = [*asked.messages, *(Message(role="user", content=str(prompt)) for prompt in asked.prompts)]
         check_conversation(messages)
-        self.heard.append([*messages])
+        self.heard.append(messages)
         self.asked.append(asked)
         if messages[-1]["content"] == "refuse":
             raise RunError("the weights are torn", hint="Run the recipe again.")

@@ -114,6 +114,7 @@ class StreamedAnswer:
     pieces: Generator[TextChunk, None, None]
 
 
+@runtime_checkable
 class RunningAnswer(Protocol):
     """Answers to a request on their way."""
 

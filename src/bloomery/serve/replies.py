@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import readable
@@ -22,6 +22,7 @@ from bloomery.serve.openai_api import TokenizeRequest
 DONE = "data: [DONE]\n\n"
 
 
+@runtime_checkable
 class Reply(Protocol):
     """The format of one answer."""
 
