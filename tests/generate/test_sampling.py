@@ -1,15 +1,27 @@
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from bloomery.core.chat import LIMITS, SamplingConfig, sampling_of
+from bloomery.core.chat import ABOVE_ZERO, LIMITS, MAX_BIASES, SamplingConfig, sampling_of
 from bloomery.core.errors import DataError
-from bloomery.generate.engine import MIN_TEMPERATURE, choose
+from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, Sampler, choose_each, distribution
 
 import torch
 from torch import Tensor
@@ -17,17 +29,28 @@ from torch import Tensor
 scores = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=9)
 
 
+def choose(logits: Tensor, sampling: SamplingConfig, seen: Sequence[int] = (), seed: int = 0) -> int:
+    return Sampler(sampling, seen, seed).choose(logits)
+
+
 def draws(logits: Tensor, count: int, *, seed: int = 0, **how: Any) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
     how.setdefault("temperature", 1.0)
-    sampling = SamplingConfig(**how)
-    return [choose(logits, sampling, generator) for _ in range(count)]
+    sampler = Sampler(SamplingConfig(**how), seed=seed)
+    return [sampler.choose(logits) for _ in range(count)]
+
+
+def chances(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The probability of every ID."""
+    some, ids = distribution(logits, sampling)
+    whole = torch.zeros(len(logits), dtype=torch.float64)
+    whole[torch.arange(len(logits)) if ids is None else ids] = some
+    return whole / whole.sum()
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_value_out_of_its_limits_is_an_error_with_its_name(name: str) -> None:
     low, high = LIMITS[name]
-    floats = {"temperature": [math.nan], "top_p": [0.0, math.nan]}
+    floats = {"temperature": [math.nan], **{share: [0.0, math.nan] for share in ABOVE_ZERO}}
     for value in (low - 1, high + 1, *floats.get(name, [])):
         setting: dict[str, Any] = {name: value}
         with pytest.raises(DataError, match=f"{name}: must be .* and at most .*, got"):
@@ -117,14 +140,162 @@ def test_every_accepted_setting_draws_an_id_that_has_a_probability(
         assert sum(score > found[drawn] for score in found) < top_k
 
 
-@given(scores, st.lists(st.integers(0, 8), max_size=12), st.sampled_from([0.5, 1.1, 2.0]))
+def theirs(processors: Sequence[LogitsProcessor], logits: Tensor, seen: Sequence[int] = ()) -> Tensor:
+    text = torch.tensor([list(seen)], dtype=torch.long)
+    scores: Tensor = LogitsProcessorList(processors)(text, logits[None].clone())
+    return scores[0]
+
+
+vocabularies = st.integers(0, 10**6).map(
+    lambda seed: 3 * torch.randn(20 + 40 * (seed % 20), generator=torch.Generator().manual_seed(seed))
+)
+shares = st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.99, 1.0])
+
+
+@settings(max_examples=150)
+@given(vocabularies, st.sampled_from([0.3, 1.0, 2.5]), st.sampled_from([0, 1, 7, 900]), shares, shares, shares)
+def test_candidates_and_their_probabilities_are_those_of_transformers(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
+) -> None:
+    """All warpers in the order of transformers. More IDs than FEW make top-p sort them all where few do not reach p."""
+    assert 20 < FEW < 20 + 40 * 19
+    min_p = 0.0 if min_p == 1.0 else min_p
+    processors: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
+    processors += [TopKLogitsWarper(top_k)] if top_k else []
+    processors += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    processors += [MinPLogitsWarper(min_p)] if min_p else []
+    processors += [TypicalLogitsWarper(typical_p)] if typical_p < 1 else []
+    expected = torch.softmax(theirs(processors, logits.double()), dim=-1)
+    how = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
+    assert torch.allclose(chances(logits, how), expected, atol=1e-6)
+
+
+texts = st.lists(st.integers(0, 8), max_size=12)
+
+
+@given(scores, texts, st.sampled_from([0.5, 1.1, 2.0]))
 def test_the_repetition_penalty_is_that_of_transformers(found: list[float], seen: list[int], penalty: float) -> None:
     seen = [id for id in seen if id < len(found)]
-    theirs = torch.tensor([found])
-    if seen:
-        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), theirs)
+    expected = theirs([RepetitionPenaltyLogitsProcessor(penalty)], torch.tensor(found), seen)
     how = SamplingConfig(temperature=0, repetition_penalty=penalty)
-    assert choose(torch.tensor(found), how, seen=seen) == int(theirs.argmax())
+    assert choose(torch.tensor(found), how, seen) == int(expected.argmax())
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=9, max_size=9, unique=True),
+    texts,
+    st.integers(0, 4),
+    st.sampled_from([1.0, 1.3]),
+    st.dictionaries(st.integers(0, 8), st.integers(-3, 3).map(float), max_size=3),
+)
+def test_bias_penalty_and_ngram_ban_together_are_those_of_transformers(
+    found: list[float], seen: list[int], ngram: int, penalty: float, bias: dict[int, float]
+) -> None:
+    processors: list[LogitsProcessor] = []
+    processors += [SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})] if bias else []
+    processors += [RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []
+    processors += [NoRepeatNGramLogitsProcessor(ngram)] if ngram else []
+    logits = torch.tensor(found)
+    expected = theirs(processors, logits, seen)
+    how = SamplingConfig(
+        temperature=0, repetition_penalty=penalty, no_repeat_ngram=ngram, logit_bias=tuple(bias.items())
+    )
+    if expected.max() > -torch.inf:  # where all are banned, ours bans none
+        assert choose(logits, how, seen) == int(expected.argmax())
+
+
+@settings(max_examples=200)
+@given(
+    scores,
+    texts,
+    texts,
+    st.sampled_from([-2.0, 0.0, 0.7]),
+    st.sampled_from([-0.3, 0.0, 1.1]),
+    st.sampled_from([1.0, 1.5]),
+    st.integers(0, 8),
+)
+def test_penalties_subtract_once_and_once_for_each_time_in_their_window(
+    found: list[float],
+    prompt: list[int],
+    answer: list[int],
+    presence: float,
+    frequency: float,
+    repetition: float,
+    window: int,
+) -> None:
+    how = SamplingConfig(
+        temperature=0,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        penalty_window=window,
+    )
+    sampler = Sampler(how, prompt)
+    for id in answer:
+        sampler.accept(id)
+    counts = Counter([*prompt, *answer][-window:] if window else [*prompt, *answer])
+    expected = torch.tensor(found)
+    for id, score in enumerate(found):
+        if counts[id]:
+            repeated = score * repetition if score < 0 else score / repetition
+            expected[id] = torch.tensor(repeated) - presence - frequency * counts[id]
+    best = float(expected.max())
+    assert float(expected[sampler.choose(torch.tensor(found))]) == pytest.approx(best, abs=1e-5)
+
+
+def test_a_text_counts_what_was_chosen() -> None:
+    sampler = Sampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [0])
+    assert [sampler.choose(torch.tensor([4.0, 3.0, 2.0, 1.0])) for _ in range(4)] == [1, 2, 3, 0]
+
+
+def test_settings_that_read_no_text_keep_none() -> None:
+    for how in ({}, {"logit_bias": ((1, 2.0),)}, {"top_p": 0.5, "typical_p": 0.5}, {"penalty_window": 9}):
+        sampler = Sampler(SamplingConfig(**how), range(50))
+        sampler.accept(3)
+        assert not sampler._text
+
+
+def test_only_what_is_allowed_is_chosen() -> None:
+    allowed = torch.tensor([False, True, True, False])
+    logits = torch.tensor([9.0, 1.0, 2.0, 9.0])
+    for how in ({"temperature": 0.0}, {"temperature": 9.0}, {"temperature": 1.0, "top_k": 1}, {"top_p": 0.1}):
+        sampler = Sampler(SamplingConfig(**how), seed=1)
+        assert {sampler.choose(logits, allowed) for _ in range(30)} <= {1, 2}
+    banned = Sampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [1, 2])
+    assert banned.choose(logits, allowed) == 2
+    with pytest.raises(DataError, match="no token may follow"):
+        banned.choose(logits, torch.zeros(4, dtype=torch.bool))
+
+
+def test_rows_with_samplers_of_their_own_get_what_each_gets_alone() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    hows = [
+        SamplingConfig(temperature=0),
+        SamplingConfig(temperature=0, logit_bias=((7, 100.0),)),
+        SamplingConfig(top_p=0.8),
+        SamplingConfig(repetition_penalty=1.5),
+    ]
+    allowed = [None, None, torch.arange(50) > 40, None]
+    alone = [Sampler(how, [1, 2], 5).choose(row, one) for how, row, one in zip(hows, logits, allowed, strict=True)]
+    assert choose_each(logits, [Sampler(how, [1, 2], 5) for how in hows], allowed) == alone
+    greedy = [Sampler(hows[0]) for _ in range(4)]
+    assert choose_each(logits, greedy) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("bias", "told"),
+    [
+        (((3, 101.0),), "has the bias 101.0 for token 3"),
+        (((3, math.nan),), "has the bias nan"),
+        (((-1, 1.0),), "for token -1"),
+        (((3, 1.0), (3, 2.0)), "names token 3 twice"),
+        (tuple((id, 1.0) for id in range(MAX_BIASES + 1)), "has 1,025 tokens, and may have 1,024"),
+    ],
+)
+def test_a_bias_that_cannot_be_is_an_error(bias: tuple[tuple[int, float], ...], told: str) -> None:
+    with pytest.raises(DataError, match=f"logit_bias: .*{told}"):
+        SamplingConfig(logit_bias=bias)
 
 
 def test_min_p_leaves_out_what_is_far_below_the_most_likely() -> None:

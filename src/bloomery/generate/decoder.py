@@ -18,7 +18,7 @@ where the library is not built. Letters used for shapes are those of layers.py; 
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache as cached
 from typing import Any, Literal
 
@@ -224,6 +224,179 @@ class Pages:
     def needed(tokens: int) -> int:
         """Pages of a sequence of so many tokens."""
         return -(-tokens // PAGE)
+
+
+@dataclass(eq=False)
+class _Node:
+    """
+    A page whose tokens are known, in the tree of all texts whose keys and values are there. The path from the root has
+    all tokens before them. A page of fewer than PAGE tokens has no children, and no text uses it: it is copied.
+    """
+
+    page: int
+    ids: tuple[int, ...]
+    parent: "_Node | None"
+    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+    users: int = 0
+
+
+@dataclass(eq=False)
+class PagedText:
+    """The pages of a sequence: those of the tree, then its own, which come into the tree once they are full."""
+
+    nodes: list[_Node] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    length: int = 0
+    """Tokens whose keys and values are in the pages."""
+
+    @property
+    def pages(self) -> list[int]:
+        return [*(node.page for node in self.nodes), *self.own]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.nodes) + len(self.own)
+
+
+class PagePool:
+    """
+    Pages of keys and values for many sequences. Those that begin with the same tokens share their full pages.
+
+    The pages of a sequence that has left are kept until others need them: the least recently used go first. So a text
+    that continues an earlier one computes its new tokens alone. One thread uses a pool.
+    """
+
+    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
+        self.memory, self.count = Pages(config, count, dtype), count
+        self._free = list(range(count - 1, -1, -1))
+        self._root = _Node(-1, (), None)
+        self._unused: dict[_Node, None] = {}
+        """Nodes without users, the least recently used first. A node is behind its children, so the first has none."""
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+        return 2 * config.num_layers * config.num_kv_heads * config.head_size * PAGE * dtype.itemsize
+
+    @property
+    def available(self) -> int:
+        """Pages that a sequence can have, some of which are those of texts that nobody uses now."""
+        return len(self._free) + len(self._unused)
+
+    def missing(self, ids: Sequence[int]) -> int:
+        """Pages of `available` that a sequence of these IDs takes, and a token after them."""
+        shared = sum(1 for node in self._path(ids) if node.users)
+        return Pages.needed(len(ids) + 1) - shared
+
+    def begin(self, ids: Sequence[int]) -> PagedText:
+        """A sequence with the keys and values that are there of its first tokens: of all but the last token at most."""
+        text = PagedText()
+        for node in self._path(ids):
+            self._use(node)
+            text.nodes.append(node)
+        text.length = PAGE * len(text.nodes)
+        self._copy_part(text, ids[text.length : len(ids) - 1])
+        return text
+
+    def _path(self, ids: Sequence[int]) -> list[_Node]:
+        """Nodes of the longest known beginning in full pages, without the last ID."""
+        node, path = self._root, []
+        for begin in range(0, len(ids) - PAGE, PAGE):
+            child = node.children.get(tuple(ids[begin : begin + PAGE]))
+            if child is None:
+                break
+            path.append(node := child)
+        return path
+
+    def _copy_part(self, text: PagedText, ids: Sequence[int]) -> None:
+        """Copy the page that begins with the most of these IDs. The numbers behind them are overwritten later."""
+        node = text.nodes[-1] if text.nodes else self._root
+        best, length = None, 0
+        for child in node.children.values():
+            same = _same(child.ids, ids)
+            if same > length:
+                best, length = child, same
+        if best is None:
+            return
+        self._use(best)  # so that its page is not the one that is taken
+        if self.grow(text, text.length + length):
+            for numbers in (self.memory.keys, self.memory.values):
+                numbers[text.own[0]] = numbers[best.page]
+            text.length += length
+        self._leave(best)
+
+    def grow(self, text: PagedText, tokens: int) -> bool:
+        """Give a sequence pages for so many tokens; whether there are enough. It keeps what it got."""
+        while text.num_pages < Pages.needed(tokens):
+            if not self._free and not self._evict():
+                return False
+            text.own.append(self._free.pop())
+        return True
+
+    def advance(self, text: PagedText, ids: Sequence[int], length: int) -> None:
+        """The first `length` of these IDs are in the pages now, and those behind are not. Full pages are shared."""
+        text.length = length
+        while len(text.nodes) < length // PAGE:
+            begin = PAGE * len(text.nodes)
+            self._add(text, tuple(ids[begin : begin + PAGE]))
+        spare = text.own[Pages.needed(length) - len(text.nodes) :]
+        del text.own[len(text.own) - len(spare) :]
+        self._free += spare
+
+    def end(self, text: PagedText, ids: Sequence[int]) -> None:
+        """A sequence leaves. Its pages are kept while there is room, the last one too."""
+        self.advance(text, ids, text.length)
+        part = tuple(ids[PAGE * len(text.nodes) : text.length])
+        last = text.nodes[-1] if text.nodes else self._root
+        known = not part or any(_same(child.ids, part) == len(part) for child in last.children.values())
+        if not known:
+            self._add(text, part)
+        self._free += text.own
+        for node in reversed(text.nodes):
+            self._leave(node)
+        text.nodes, text.own, text.length = [], [], 0
+
+    def _add(self, text: PagedText, ids: tuple[int, ...]) -> None:
+        """The first of a sequence's own pages comes into the tree, or goes where the tree has one of the same IDs."""
+        parent, page = text.nodes[-1] if text.nodes else self._root, text.own.pop(0)
+        node = parent.children.get(ids)
+        if node is None:
+            shorter = [one for one in parent.children.values() if one.ids == ids[: len(one.ids)]]
+            node = parent.children[ids] = _Node(page, ids, parent)
+            for one in shorter:
+                self._remove(one)
+        else:
+            self._free.append(page)
+        self._use(node)
+        text.nodes.append(node)
+
+    def _use(self, node: _Node) -> None:
+        node.users += 1
+        self._unused.pop(node, None)
+
+    def _leave(self, node: _Node) -> None:
+        node.users -= 1
+        if not node.users:
+            self._unused[node] = None
+
+    def _evict(self) -> bool:
+        node = next(iter(self._unused), None)
+        if node is not None:
+            self._remove(node)
+        return node is not None
+
+    def _remove(self, node: _Node) -> None:
+        assert not node.users
+        assert not node.children
+        assert node.parent is not None
+        del self._unused[node], node.parent.children[node.ids]
+        self._free.append(node.page)
+
+
+def _same(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many IDs two texts begin with that are the same."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 class Decoder:

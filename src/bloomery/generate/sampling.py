@@ -126,7 +126,7 @@ class Sampler:
 
     def _penalize(self, logits: Float[Tensor, " V"], counts: Counter[int]) -> None:
         sampling = self.sampling
-        numbers = torch.tensor([pair for pair in counts.items() if pair[0] < len(logits)]).view(-1, 2)
+        numbers = torch.tensor([pair for pair in counts.items() if pair[0] < len(logits)], dtype=torch.long).view(-1, 2)
         ids, times = numbers[:, 0], numbers[:, 1]
         some, factor = logits[ids], sampling.repetition_penalty
         some = torch.where(some < 0, some * factor, some / factor)

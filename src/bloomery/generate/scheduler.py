@@ -10,15 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
-from bloomery.core.errors import DataError, RunError
-from bloomery.generate.engine import Engine
+from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.core.log import size
+from bloomery.generate.decoder import PAGE, Decoder, PagedText, PagePool, Pages
+from bloomery.generate.engine import PROMPT_TOKENS, Engine, ModelRows, check_finite
 from bloomery.generate.sampling import Sampler
+from bloomery.hw.device import find
+from bloomery.hw.host import Host, free_bytes
 
 import torch
 from torch import Tensor
@@ -26,10 +30,13 @@ from torch import Tensor
 Finish = Literal["stop", "length", "cancelled"]
 """The model or its constraint ended the answer; there was no room for more; or somebody ended it."""
 MAX_TOP_LOGPROBS = 20
+PART_TOKENS = 32
+"""Of a prompt, that are computed at once while others wait for their next token."""
 MAX_RUNNING, MAX_WAITING = 16, 256
 """Requests that are computed at once, and that wait."""
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """
     What an answer may be: a grammar or a schema. A request has its own. The scheduler's thread calls it, before and
@@ -155,22 +162,160 @@ class _Sequence:
     ticket: Ticket
     sampler: Sampler
     ids: list[int]
+    """Of prompt and answer."""
     room: int
     """Tokens that may still come."""
     arrived: float = field(default_factory=time.monotonic)
-    started: float = 0.0
-    first_token: float = 0.0
+    admitted: float | None = None
+    first_token: float | None = None
+    text: PagedText = field(default_factory=PagedText)
+    rows: ModelRows | None = None
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that are to be computed."""
+        return len(self.ids) - self.text.length
+
+
+Found = list[tuple[_Sequence, Tensor | Exception]]
+"""Logits (1, V) of sequences whose next token can be chosen, or the error of a sequence that was computed alone."""
+
+
+class _PagedSteps:
+    """
+    Steps of packed weights, each for all sequences at once. A prompt is computed in parts, which are small while others
+    wait for their next token. Where pages run out, the newest sequence makes room, and is computed again later: to the
+    bit the same.
+    """
+
+    def __init__(self, decoder: Decoder, num_ids: int, count: int) -> None:
+        self.decoder, self.num_ids, self.pool = decoder, num_ids, PagePool(decoder.config, count, decoder.dtype)
+        self.computed_tokens = 0
+
+    def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
+        """Whether a sequence can begin next to these, which may have prompts that are not computed yet."""
+        promised = sum(Pages.needed(len(one.ids) + 1) - one.text.num_pages for one in running)
+        return self.pool.missing(sequence.ids) + promised <= self.pool.available
+
+    def begin(self, sequence: _Sequence) -> None:
+        sequence.text = self.pool.begin(sequence.ids)
+
+    def end(self, sequence: _Sequence) -> None:
+        self.pool.end(sequence.text, sequence.ids)
+
+    def step(self, running: Sequence[_Sequence]) -> tuple[Found, list[_Sequence]]:
+        """Logits of sequences, and the sequences that made room and wait again. `running` is in order of arrival."""
+        parts, left = self._parts(running)
+        ids, rows, positions, wanted = list[int](), list[int](), list[int](), list[int]()
+        for row, (sequence, count) in enumerate(parts):
+            begin = sequence.text.length
+            ids += sequence.ids[begin : begin + count]
+            rows += [row] * count
+            positions += range(begin, begin + count)
+            if count == sequence.open_tokens:
+                wanted.append(len(ids) - 1)
+        pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
+        for row, (sequence, _) in enumerate(parts):
+            pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
+        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, wanted)[:, : self.num_ids]
+        self.computed_tokens += len(ids)
+        found: Found = []
+        for sequence, count in parts:
+            if count == sequence.open_tokens:
+                found.append((sequence, logits[len(found)][None]))
+            self.pool.advance(sequence.text, sequence.ids, sequence.text.length + count)
+        return found, left
+
+    def _parts(self, running: Sequence[_Sequence]) -> tuple[list[tuple[_Sequence, int]], list[_Sequence]]:
+        """How many tokens of each sequence come into the next step, with pages for them."""
+        left, parts = list[_Sequence](), list[tuple[_Sequence, int]]()
+        others_wait = any(sequence.open_tokens == 1 for sequence in running)
+        prompt_tokens = PART_TOKENS if others_wait else PROMPT_TOKENS
+        for sequence in running:
+            if sequence in left:
+                continue
+            count = 1 if sequence.open_tokens == 1 else min(sequence.open_tokens, prompt_tokens)
+            while not self.pool.grow(sequence.text, sequence.text.length + count):
+                newest = next(one for one in reversed(running) if one not in left)
+                self.end(newest)
+                left.append(newest)
+                if newest is sequence:
+                    break
+            if sequence not in left and count:
+                parts.append((sequence, count))
+                prompt_tokens -= count if sequence.open_tokens > 1 else 0
+        return parts, left
+
+
+class _ModelSteps:
+    """Steps of the model itself, for one sequence after the other; prompts are computed whole, and not shared."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self.engine, self.count = engine, count
+        self.computed_tokens = 0
+
+    def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
+        return sum(Pages.needed(len(one.ids) + one.room) for one in (sequence, *running)) <= self.count
+
+    def begin(self, sequence: _Sequence) -> None:
+        sequence.rows = ModelRows(self.engine.model, self.engine.num_ids, [sequence.ids], [sequence.room])
+
+    def end(self, sequence: _Sequence) -> None:
+        sequence.rows = None
+
+    def step(self, running: Sequence[_Sequence]) -> tuple[Found, list[_Sequence]]:
+        found: Found = []
+        for sequence in running:
+            assert sequence.rows is not None
+            self.computed_tokens += sequence.open_tokens
+            begins = not sequence.text.length
+            try:
+                logits = sequence.rows.begin() if begins else sequence.rows.extend([0], sequence.ids[-1:])
+            except Exception as error:
+                found.append((sequence, error))
+                continue
+            sequence.text.length = len(sequence.ids)
+            found.append((sequence, logits.cpu()))
+        return found, []
 
 
 class Scheduler:
     """
     Computes requests with one engine, in a thread of its own, until it is closed. Also a context manager.
 
-    Requests that there is no room for wait in the order of their arrival.
+    With packed weights, each step computes the next tokens of all running requests together, and requests whose prompts
+    begin alike share the keys and values of that beginning. Without packed weights (on GPUs, with adapters, and in
+    models with differential attention) the running requests take turns. Requests that there is no room for wait in the
+    order of their arrival.
     """
 
-    def __init__(self, engine: Engine, *, max_running: int = MAX_RUNNING, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        memory_bytes: int | None = None,
+        max_running: int = MAX_RUNNING,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """
+        `memory_bytes` bounds keys and values. By default they get a quarter of the free memory, and no more than
+        `max_running` texts as long as the context take. Raises ConfigError where it holds no page of 32 tokens.
+        """
         self.engine, self.max_running, self.max_waiting = engine, max_running, max_waiting
+        like = engine.model.embed.weight
+        page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
+        if memory_bytes is None:
+            most = max_running * Pages.needed(engine.context) * page_bytes
+            memory_bytes = min(most, _free_bytes(like.device) // 4)
+        if memory_bytes < page_bytes:
+            what = f"{size(memory_bytes)} of memory hold no keys and values of 32 tokens, which take {size(page_bytes)}"
+            raise ConfigError(what, where="memory_bytes", hint=f"Give at least {size(page_bytes)}.")
+        self.num_pages = memory_bytes // page_bytes
+        self._steps = (
+            _ModelSteps(engine, self.num_pages)
+            if engine.decoder is None
+            else _PagedSteps(engine.decoder, engine.num_ids, self.num_pages)
+        )
         self._wake = threading.Condition()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -178,13 +323,19 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
+    @property
+    def computed_tokens(self) -> int:
+        """That went through the model so far: of prompts and of answers."""
+        return self._steps.computed_tokens
+
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         """
         Get a request in line. `notify` is called by the scheduler's thread after each token and at the end; it must
         return at once and raise nothing.
 
-        Raises DataError for a prompt that is empty or fills the context, and for a setting that this model cannot
-        take; RunError where too many requests wait, and after `close`.
+        Raises DataError for a prompt that is empty or fills the context, for a setting that this model cannot take, and
+        for a prompt and answer that are too long for the memory; RunError where too many requests wait, and after
+        `close`.
         """
         self.engine.check(request.ids, request.sampling)
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -192,6 +343,10 @@ class Scheduler:
             raise DataError(what, where="top_logprobs")
         ticket = Ticket(request, notify)
         room = min(request.sampling.max_tokens, self.engine.context - len(request.ids))
+        if Pages.needed(len(request.ids) + room) > self.num_pages:
+            longest = len(request.ids) + room
+            what = f"prompt and answer may take {longest:,} tokens; there is memory for {self.num_pages * PAGE:,}"
+            raise DataError(what, where="max_tokens", hint="Ask for a shorter answer, or shorten the prompt.")
         sequence = _Sequence(ticket, Sampler(request.sampling, request.ids), list(request.ids), room)
         with self._wake:
             if self._closing:
@@ -206,7 +361,7 @@ class Scheduler:
         return ticket
 
     def close(self) -> None:
-        """End all requests as cancelled, and the thread. Returns when both have ended."""
+        """End all requests as cancelled, and the thread. Returns when they have ended."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -221,48 +376,90 @@ class Scheduler:
     def _work(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._waiting)
-                if self._closing:
-                    for waiting in self._waiting:
-                        waiting.ticket._end("cancelled")
+                self._wake.wait_for(lambda: self._closing or self._waiting or self._running)
+                closing = self._closing
+            try:
+                self._end_cancelled(all_of_them=closing)
+                if closing:
+                    return
+                self._admit()
+                self._step()
+            except Exception as error:  # of a step, which concerns all that are running
+                for sequence in list(self._running):
+                    self._leave(sequence, None, error)
+
+    def _end_cancelled(self, *, all_of_them: bool) -> None:
+        with self._wake:
+            gone = [one for one in self._waiting if all_of_them or one.ticket._cancelled]
+            self._waiting = deque(one for one in self._waiting if one not in gone)
+        for sequence in gone:
+            sequence.ticket._end("cancelled")
+        for sequence in list(self._running):
+            if all_of_them or sequence.ticket._cancelled:
+                self._leave(sequence, "cancelled")
+
+    def _admit(self) -> None:
+        """Requests that have waited longest begin, as long as there is memory for them."""
+        while len(self._running) < self.max_running:
+            with self._wake:
+                if not self._waiting or (self._running and not self._steps.fits(self._waiting[0], self._running)):
                     return
                 sequence = self._waiting.popleft()
+            self._running.append(sequence)
             try:
-                self._answer(sequence)
-            except Exception as error:
-                sequence.ticket._end(None, error)
+                self._steps.begin(sequence)
+            except Exception as error:  # of memory
+                self._leave(sequence, None, error)
+                continue
+            if sequence.admitted is None:
+                sequence.admitted = time.monotonic()
+                sequence.ticket.timings.waiting_seconds = sequence.admitted - sequence.arrived
+                sequence.ticket.cached_tokens = sequence.text.length
 
-    def _answer(self, sequence: _Sequence) -> None:
-        ticket, begun = sequence.ticket, time.monotonic()
-        ticket.timings.waiting_seconds = begun - sequence.arrived
-        rows = self.engine.rows([sequence.ids], [sequence.room])
-        logits = rows.begin()
-        first = time.monotonic()
-        ticket.timings.prompt_seconds = first - begun
-        while True:
-            if ticket._cancelled or self._closing:
-                return ticket._end("cancelled")
-            id, reason = self._said(sequence, logits[0])
-            ticket.timings.answer_seconds = time.monotonic() - first
-            if reason:
-                return ticket._end(reason)
-            logits = rows.extend([0], [id])
+    def _step(self) -> None:
+        if not self._running:
+            return
+        found, left = self._steps.step(self._running)
+        if left:
+            self._running = [one for one in self._running if one not in left]
+            with self._wake:
+                self._waiting.extendleft(sorted(left, key=lambda one: one.arrived, reverse=True))
+        for sequence, logits in found:
+            try:
+                if isinstance(logits, Exception):
+                    raise logits
+                check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+                reason = self._said(sequence, logits[0])
+            except Exception as error:  # of this sequence alone: its constraint, or logits that are not finite
+                self._leave(sequence, None, error)
+            else:
+                if reason:
+                    self._leave(sequence, reason)
 
-    def _said(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> tuple[int, Finish | None]:
+    def _leave(self, sequence: _Sequence, reason: Finish | None, error: Exception | None = None) -> None:
+        self._running.remove(sequence)
+        self._steps.end(sequence)
+        if sequence.first_token is not None:
+            sequence.ticket.timings.answer_seconds = time.monotonic() - sequence.first_token
+        sequence.ticket._end(reason, error)
+
+    def _said(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> Finish | None:
         """Choose and hand out a sequence's next token, and say whether its answer ends there."""
-        request, constraint = sequence.ticket.request, sequence.ticket.request.constraint
-        logits = logits.cpu()
+        ticket, constraint = sequence.ticket, sequence.ticket.request.constraint
         id = sequence.sampler.choose(logits, None if constraint is None else constraint.allowed())
         sequence.ids.append(id)
         sequence.room -= 1
-        sequence.ticket._put(_token(id, logits, request.top_logprobs))
-        if id in request.stop_ids:
-            return id, "stop"
+        if sequence.first_token is None:
+            sequence.first_token = time.monotonic()
+            ticket.timings.prompt_seconds = sequence.first_token - (sequence.admitted or sequence.arrived)
+        ticket._put(_token(id, logits, ticket.request.top_logprobs))
+        if id in ticket.request.stop_ids:
+            return "stop"
         if constraint is not None:
             constraint.accept(id)
             if constraint.finished:
-                return id, "stop"
-        return id, None if sequence.room else "length"
+                return "stop"
+        return None if sequence.room else "length"
 
 
 def _token(id: int, logits: Float[Tensor, " V"], top: int | None) -> Token:
@@ -272,3 +469,8 @@ def _token(id: int, logits: Float[Tensor, " V"], top: int | None) -> Token:
     best = torch.topk(chances, min(top, len(chances)))
     pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Token(id, float(chances[id]), pairs)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that is free where a model is: of the GPU, or of this machine."""
+    return free_bytes(Host.here()) if device.type == "cpu" else find().free_bytes()

@@ -1,0 +1,395 @@
+"""Requests get the tokens that they get alone, whoever joins, leaves or shares their pages."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core import native
+from bloomery.core.chat import SamplingConfig
+from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
+from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PagePool, Pages
+from bloomery.generate.engine import Engine
+from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, Request, Scheduler, Ticket
+from bloomery.model.config import ModelConfig
+from tests.model.made import VOCAB_SIZE, lively, random_ids
+
+import torch
+from torch import Tensor
+
+needs_library = pytest.mark.skipif(
+    native.library(LIBRARY) is None, reason=f"native/{LIBRARY}.so: {native.state(LIBRARY)}"
+)
+LONG = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=400, head_dim=8
+)
+OFTEN = frozenset(range(0, VOCAB_SIZE, 17))
+
+
+def engine(*, pack: bool = True, config: ModelConfig = LONG) -> Engine:
+    made = Engine(lively(config), VOCAB_SIZE, pack=pack)
+    assert (made.decoder is not None) == pack
+    return made
+
+
+def alone(on: Engine, request: Request) -> list[int]:
+    return list(on.stream(request.ids, request.sampling, stop_ids=request.stop_ids))
+
+
+def ids_of(ticket: Ticket) -> list[int]:
+    return [token.id for token in ticket]
+
+
+def pages_bytes(on: Engine, count: int) -> int:
+    assert on.decoder is not None
+    return count * PagePool.page_bytes(on.model.config, on.decoder.dtype)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random_ids(1, length, seed)[0].tolist()
+
+
+@needs_library
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 120), st.integers(0, 5), st.integers(1, 40), st.sampled_from([0.0, 0.9]), st.booleans()
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(6, 30),
+    st.integers(1, 8),
+)
+def test_the_ids_of_a_request_do_not_depend_on_who_is_computed_with_it(
+    asked: list[tuple[int, int, int, float, bool]], pages: int, max_running: int
+) -> None:
+    """Arrivals in any order, prompts that share beginnings, memory that forces requests out, and cancellations."""
+    on = engine()
+    requests = [
+        Request(
+            prompt(length, seed % 2)[:length],
+            SamplingConfig(max_tokens=count, temperature=temperature, seed=seed),
+            OFTEN if seed % 3 else frozenset(),
+        )
+        for length, seed, count, temperature, _ in asked
+    ]
+    expected = [alone(on, request) for request in requests]
+    with Scheduler(on, memory_bytes=pages_bytes(on, pages), max_running=max_running) as scheduler:
+        tickets = [scheduler.submit(request) for request in requests]
+        for ticket, (*_, cancelled) in zip(tickets, asked, strict=True):
+            if cancelled:
+                ticket.cancel()
+        for ticket, ids, (*_, cancelled) in zip(tickets, expected, asked, strict=True):
+            got = ids_of(ticket)
+            if ticket.finish_reason == "cancelled":
+                assert cancelled
+                assert got == ids[: len(got)]
+            else:
+                assert got == ids
+                assert ticket.finish_reason == ("stop" if ids[-1] in ticket.request.stop_ids else "length")
+
+
+@needs_library
+def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
+    on = engine(config=replace_context(LONG, 1400))
+    first = Request(prompt(1000, 1), SamplingConfig(max_tokens=50, seed=3))
+    with Scheduler(on) as scheduler:
+        said = ids_of(scheduler.submit(first))
+        assert scheduler.computed_tokens == 1000 + len(said) - 1
+        before = scheduler.computed_tokens
+        second = Request([*first.ids, *said, *prompt(20, 2)], SamplingConfig(max_tokens=10, seed=4))
+        ticket = scheduler.submit(second)
+        answer = ids_of(ticket)
+        assert ticket.cached_tokens == 1000 + len(said) - 1
+        assert scheduler.computed_tokens - before == 1 + 20 + len(answer) - 1
+    assert answer == alone(on, second)
+
+
+def replace_context(config: ModelConfig, context: int) -> ModelConfig:
+    return config.model_copy(update={"context_length": context})
+
+
+@needs_library
+def test_a_prompt_that_leaves_another_in_the_middle_of_a_page_reuses_all_that_is_the_same() -> None:
+    on = engine()
+    shared = prompt(70, 1)
+    with Scheduler(on) as scheduler:
+        ids_of(scheduler.submit(Request([*shared, 1, 2, 3, *prompt(40, 2)], SamplingConfig(max_tokens=3, seed=1))))
+        other = Request([*shared, 4, 5, 6], SamplingConfig(max_tokens=9, seed=2))
+        ticket = scheduler.submit(other)
+        assert ids_of(ticket) == alone(on, other)
+        assert ticket.cached_tokens == 70
+        again = scheduler.submit(other)
+        assert ids_of(again) == alone(on, other)
+        assert again.cached_tokens == 72  # all but the last token, whose logits are wanted
+
+
+@needs_library
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 150), st.integers(0, 3)), max_size=25), st.integers(5, 12))
+def test_every_page_of_a_pool_is_free_or_known_or_of_one_text(moves: list[tuple[int, int, int]], count: int) -> None:
+    pool = PagePool(LONG, count, torch.float32)
+    texts: list[tuple[Any, list[int]]] = []
+    for kind, length, seed in moves:
+        ids = prompt(150, seed % 2)[:length] + [seed] * 9
+        if kind == 0:
+            texts.append((pool.begin(ids), ids))
+        elif texts and kind == 1:
+            text, ids = texts[length % len(texts)]
+            until = min(len(ids), text.length + length)
+            if pool.grow(text, until):
+                pool.advance(text, ids, until)
+        elif texts:
+            pool.end(*texts.pop(length % len(texts)))
+        check_pool(pool, texts)
+    while texts:
+        pool.end(*texts.pop())
+    check_pool(pool, texts)
+    assert pool.available == count
+
+
+def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
+    known, stack = [], [(pool._root, ())]
+    while stack:
+        node, path = stack.pop()
+        for ids, child in node.children.items():
+            assert child.ids == ids
+            assert child.parent is node
+            assert len(ids) == PAGE or not child.children
+            assert child.users == sum(child in text.nodes for text, _ in texts)
+            assert (child in pool._unused) == (child.users == 0)
+            known.append(child.page)
+            stack.append((child, (*path, *ids)))
+    own = [page for text, _ in texts for page in text.own]
+    assert sorted([*known, *own, *pool._free]) == list(range(pool.count))
+    for text, ids in texts:
+        assert [id for node in text.nodes for id in node.ids] == ids[: PAGE * len(text.nodes)]
+        assert text.num_pages >= Pages.needed(text.length)
+
+
+@needs_library
+def test_pages_are_taken_from_the_text_that_was_used_least_recently() -> None:
+    on = engine()
+    sampling = SamplingConfig.greedy(2)
+    texts = [prompt(100, seed) for seed in range(3)]
+    with Scheduler(on, memory_bytes=pages_bytes(on, 9)) as scheduler:
+
+        def cached(ids: Sequence[int]) -> int:
+            ticket = scheduler.submit(Request(ids, sampling))
+            ids_of(ticket)
+            return ticket.cached_tokens
+
+        assert [cached(texts[0]), cached(texts[1]), cached(texts[0])] == [0, 0, 99]
+        assert cached(texts[2]) == 0
+        assert cached(texts[0]) > 0
+        assert cached(texts[1]) < 99
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_what_can_never_fit_is_refused_and_what_does_not_fit_now_waits(pack: bool) -> None:
+    on = engine(pack=pack)
+    page = PagePool.page_bytes(LONG, torch.float32)
+    with pytest.raises(ConfigError, match=r"(?s)no keys and values of 32 tokens.*at least"):
+        Scheduler(on, memory_bytes=page - 1)
+    with Scheduler(on, memory_bytes=4 * page) as scheduler:
+        with pytest.raises(DataError, match=r"may take 129 tokens; there is memory for 128"):
+            scheduler.submit(Request(prompt(100, 1), SamplingConfig(max_tokens=29)))
+        requests = [Request(prompt(100, seed), SamplingConfig(max_tokens=28, seed=seed)) for seed in range(3)]
+        tickets = [scheduler.submit(request) for request in requests]
+        assert [ids_of(ticket) for ticket in tickets] == [alone(on, request) for request in requests]
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_requests_that_cannot_be_are_refused_at_once(pack: bool) -> None:
+    on = engine(pack=pack)
+    with Scheduler(on, max_running=1, max_waiting=2) as scheduler:
+        for request, told in (
+            (Request([], SamplingConfig()), "the prompt is empty"),
+            (Request([1] * 400, SamplingConfig()), "context is 400"),
+            (Request([1], SamplingConfig(logit_bias=((VOCAB_SIZE, 1.0),))), f"there is no token {VOCAB_SIZE}"),
+            (Request([1], SamplingConfig(), top_logprobs=MAX_TOP_LOGPROBS + 1), "top_logprobs: must be"),
+        ):
+            with pytest.raises(DataError, match=told):
+                scheduler.submit(request)
+        gate = Gate()
+        held = scheduler.submit(Request([1], SamplingConfig(max_tokens=3), constraint=gate))
+        gate.reached.wait()
+        others = [scheduler.submit(Request([1], SamplingConfig(max_tokens=3))) for _ in range(2)]
+        with pytest.raises(RunError, match="2 requests wait already"):
+            scheduler.submit(Request([1], SamplingConfig(max_tokens=3)))
+        gate.open.set()
+        assert [len(ids_of(ticket)) for ticket in (held, *others)] == [3, 3, 3]
+        assert ids_of(scheduler.submit(Request([1], SamplingConfig(max_tokens=0)))) == []
+    with pytest.raises(RunError, match="was closed"):
+        scheduler.submit(Request([1], SamplingConfig()))
+
+
+class Gate:
+    """Allows every token, once it is open."""
+
+    finished = False
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def allowed(self) -> Tensor:
+        self.reached.set()
+        self.open.wait()
+        return torch.ones(VOCAB_SIZE, dtype=torch.bool)
+
+    def accept(self, id: int) -> None: ...
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_a_scheduler_that_is_closed_ends_what_runs_and_what_waits(pack: bool) -> None:
+    scheduler = Scheduler(engine(pack=pack), max_running=1)
+    gate = Gate()
+    running = scheduler.submit(Request([1], SamplingConfig(max_tokens=300), constraint=gate))
+    waiting = scheduler.submit(Request([1], SamplingConfig(max_tokens=300)))
+    gate.reached.wait()
+    closer = threading.Thread(target=scheduler.close)
+    closer.start()
+    while not scheduler._closing:
+        pass
+    gate.open.set()
+    closer.join()
+    assert (len(ids_of(running)), ids_of(waiting)) == (1, [])
+    assert (running.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
+    assert running.done
+
+
+class Word:
+    """An answer of these IDs, in their order."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.left = list(ids)
+
+    @property
+    def finished(self) -> bool:
+        return not self.left
+
+    def allowed(self) -> Tensor:
+        return torch.arange(VOCAB_SIZE) == (self.left[0] if self.left else -1)
+
+    def accept(self, id: int) -> None:
+        assert id == self.left.pop(0)
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_decides_what_is_said_and_when_it_ends(pack: bool, temperature: float) -> None:
+    on = engine(pack=pack)
+    with Scheduler(on) as scheduler:
+        how = SamplingConfig(max_tokens=9, temperature=temperature, seed=1)
+        ticket = scheduler.submit(Request([1], how, constraint=Word([5, 5, 7])))
+        free = scheduler.submit(Request([1], how))
+        assert (ids_of(ticket), ticket.finish_reason) == ([5, 5, 7], "stop")
+        assert ids_of(free) == alone(on, free.request)
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_an_error_of_a_request_ends_that_request_alone(pack: bool) -> None:
+    class Broken(Word):
+        def accept(self, id: int) -> None:
+            raise ZeroDivisionError
+
+    class Nothing(Word):
+        def allowed(self) -> Tensor:
+            return torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+
+    on = engine(pack=pack)
+    with Scheduler(on) as scheduler:
+        how = SamplingConfig(max_tokens=30, seed=1)
+        broken = scheduler.submit(Request([1], how, constraint=Broken([5])))
+        nothing = scheduler.submit(Request([1], how, constraint=Nothing([])))
+        good = scheduler.submit(Request([1], how))
+        with pytest.raises(ZeroDivisionError):
+            ids_of(broken)
+        with pytest.raises(DataError, match="no token may follow"):
+            ids_of(nothing)
+        assert ids_of(good) == alone(on, good.request)
+        assert broken.finish_reason is None
+        assert broken.done
+
+
+@needs_library
+def test_an_error_of_a_step_reaches_all_that_were_in_it_and_the_next_request_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on = engine()
+    gate, how = Gate(), SamplingConfig(max_tokens=30, seed=1)
+    with Scheduler(on) as scheduler:
+        tickets = [scheduler.submit(Request([n], how, constraint=gate)) for n in (1, 2, 3)]
+        gate.reached.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "step", lambda *_: 1 / 0)
+            gate.open.set()
+            for ticket in tickets:
+                with pytest.raises(ZeroDivisionError):
+                    ids_of(ticket)
+        after = Request([1, 2, 3], how)
+        assert ids_of(scheduler.submit(after)) == alone(on, after)
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_logits_that_are_not_finite_are_an_error(pack: bool) -> None:
+    model = lively(LONG)
+    with torch.no_grad():
+        model.embed.weight[7] = torch.inf
+    with (
+        Scheduler(Engine(model, VOCAB_SIZE, pack=pack)) as scheduler,
+        pytest.raises(CheckpointError, match="not finite"),
+    ):
+        ids_of(scheduler.submit(Request([7], SamplingConfig())))
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_log_probabilities_are_those_of_the_model_before_all_settings(pack: bool) -> None:
+    on = engine(pack=pack)
+    ids = prompt(40, 1)
+    how = SamplingConfig(
+        max_tokens=6, temperature=3.0, top_k=30, seed=1, repetition_penalty=2.0, logit_bias=((3, 50.0), (4, -100.0))
+    )
+    with Scheduler(on) as scheduler:
+        tokens = list(scheduler.submit(Request(ids, how, top_logprobs=4)))
+        assert all(
+            token.logprob is not None and not token.top for token in scheduler.submit(Request(ids, how, top_logprobs=0))
+        )
+        assert all(token.logprob is None for token in scheduler.submit(Request(ids, how)))
+    text = [*ids, *(token.id for token in tokens)]
+    with torch.inference_mode():
+        expected = torch.log_softmax(on.model.logits(on.model(torch.tensor([text])))[0], dim=-1)[len(ids) - 1 :]
+    for token, chances in zip(tokens, expected, strict=False):
+        assert token.logprob == pytest.approx(float(chances[token.id]), abs=1e-3)
+        best = torch.topk(chances, 4)
+        assert [id for id, _ in token.top] == best.indices.tolist()
+        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_a_reader_is_woken_for_each_token_and_the_end(pack: bool) -> None:
+    calls = threading.Semaphore(0)
+    got: list[int] = []
+    with Scheduler(engine(pack=pack)) as scheduler:
+        ticket = scheduler.submit(Request([1], SamplingConfig(max_tokens=5, seed=1)), notify=calls.release)
+        for _ in range(6):
+            calls.acquire()
+            got += [token.id for token in ticket.take()]
+        assert ticket.done
+        assert ticket.take() == []
+    assert len(got) == 5
+
+
+def test_an_embedding_is_the_mean_of_the_hidden_states() -> None:
+    on = engine(pack=False)
+    ids = prompt(9, 1)
+    with torch.inference_mode():
+        assert torch.equal(on.embed(ids), on.model(torch.tensor([ids]))[0].mean(0))
+    for wrong in ([], [1] * 401):
+        with pytest.raises(DataError, match="the model takes 1 to 400"):
+            on.embed(wrong)
