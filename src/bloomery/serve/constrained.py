@@ -39,8 +39,11 @@ MAX_KEPT_FORMS = 32
 """Compiled forms that a model keeps."""
 LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
 """Of llguidance: about 10 ms to compile an expression, 7 ms for a token, and 100 MB."""
-JSON_STYLE: dict[str, Any] = {"whitespace_pattern": r"[ \n\t]{1,32}"}
+JSON_STYLE: dict[str, Any] = {"whitespace_pattern": r"[ \n\t]{1,16}"}
 """White space between the parts of JSON has an end: small models else write nothing but spaces."""
+
+CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Of a call: as templates write it."""
 
 FormKind = Literal["json_schema", "regex", "grammar"]
 
@@ -286,7 +289,7 @@ class ToolFormat:
             }
             choice = {"type": "object", "properties": properties, "required": ["name", self.arguments]}
             choices.append({**choice, "additionalProperties": False})
-        schema = schema_form({"anyOf": choices}, "tools").source
+        schema = schema_form({"x-guidance": CALL_STYLE, "anyOf": choices}, "tools").source
         before, after = (_as_lark(text, special) for text in (self.begin, self.end))
         return Form("grammar", f"start: {before} call {after}\ncall: %json {schema}", "tools")
 
