@@ -12,7 +12,7 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PagePool, Pages
-from bloomery.generate.engine import Engine
+from bloomery.generate.engine import MAX_DRAFT_TOKENS, Engine
 from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, Request, Scheduler, Ticket
 from bloomery.model.config import ModelConfig
 from tests.model.made import VOCAB_SIZE, lively, random_ids
@@ -37,6 +37,19 @@ def engine(*, pack: bool = True, config: ModelConfig = LONG) -> Engine:
 
 def alone(on: Engine, request: Request) -> list[int]:
     return list(on.stream(request.ids, request.sampling, stop_ids=request.stop_ids))
+
+
+def steps_of(on: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of tokens of each step from now on."""
+    assert on.decoder is not None
+    steps, step = list[int](), on.decoder.step
+
+    def counted(ids: Sequence[int], *rest: Any) -> Tensor:
+        steps.append(len(ids))
+        return step(ids, *rest)
+
+    monkeypatch.setattr(on.decoder, "step", counted)
+    return steps
 
 
 def ids_of(ticket: Ticket) -> list[int]:
@@ -393,3 +406,78 @@ def test_an_embedding_is_the_mean_of_the_hidden_states() -> None:
     for wrong in ([], [1] * 401):
         with pytest.raises(DataError, match="the model takes 1 to 400"):
             on.embed(wrong)
+
+
+copies = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(0, 99)).map(
+    lambda of: (prompt(of[0], of[2]) * of[1])[:120]
+)
+
+
+@needs_library
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(copies, st.integers(1, 60), st.sampled_from([0.0, 0.0, 0.3, 1.0])), min_size=1, max_size=5),
+    st.integers(1, MAX_DRAFT_TOKENS),
+    st.integers(6, 20),
+    st.booleans(),
+)
+def test_guessing_ahead_changes_no_token(
+    asked: list[tuple[list[int], int, float]], draft_tokens: int, pages: int, penalized: bool
+) -> None:
+    """Of prompts that repeat themselves, greedy and sampled, together and alone, in memory that forces some out."""
+    how = {"repetition_penalty": 1.2, "no_repeat_ngram": 9} if penalized else {}
+    requests = [
+        Request(ids, SamplingConfig(max_tokens=count, temperature=temperature, seed=7, **how), OFTEN)
+        for ids, count, temperature in asked
+    ]
+    model = lively(LONG)
+    on, guessing = (Engine(model, VOCAB_SIZE, pack=True, draft_tokens=number) for number in (0, draft_tokens))
+    expected = [alone(on, request) for request in requests]
+    assert [alone(guessing, request) for request in requests] == expected
+    with Scheduler(on, memory_bytes=pages_bytes(on, pages), draft_tokens=draft_tokens) as scheduler:
+        tickets = [scheduler.submit(request) for request in requests]
+        assert [ids_of(ticket) for ticket in tickets] == expected
+
+
+@needs_library
+def test_right_guesses_take_fewer_steps_and_wrong_ones_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = engine()
+    steps = steps_of(on, monkeypatch)
+    word = [3, 4, 5, 6, 7, 8, 9] * 6
+    with Scheduler(on, draft_tokens=8) as scheduler:
+        how = SamplingConfig(max_tokens=len(word))
+        assert ids_of(scheduler.submit(Request([*word, 3], how, constraint=Word(word[1:])))) == word[1:]
+        assert len(steps) - 1 <= 6  # of 41 tokens, up to 9 a step
+        text = [*word, 3, *word[1:]]
+        ticket = scheduler.submit(Request([*text, 1], SamplingConfig(max_tokens=20, seed=1)))
+        assert ids_of(ticket) == alone(on, ticket.request)
+        assert ticket.cached_tokens == len(text) - 1
+
+
+@needs_library
+def test_an_engine_that_guesses_takes_fewer_steps_for_an_answer_that_repeats_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = lively(LONG)
+    ids = prompt(20, 3)
+    greedy = SamplingConfig.greedy(200)
+    answers, numbers = [], []
+    for draft_tokens in (0, 8):
+        on = Engine(model, VOCAB_SIZE, pack=True, draft_tokens=draft_tokens)
+        steps = steps_of(on, monkeypatch)
+        answers.append(list(on.stream(ids, greedy)))
+        numbers.append(len(steps))
+    assert answers[0] == answers[1]
+    assert answers[0][-40:-20] == answers[0][-20:], "a model without training repeats itself"
+    assert numbers[0] == 200
+    assert numbers[1] < 100
+
+
+def test_numbers_out_of_their_limits_are_errors() -> None:
+    on = engine(pack=False)
+    for name, value in (("draft_tokens", -1), ("draft_tokens", 33), ("max_running", 0), ("max_waiting", 1025)):
+        wrong: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError, match=rf"{name}: must be at least \d and at most [\d,]+, got {value}"):
+            Scheduler(on, **wrong)
+    with pytest.raises(ConfigError, match="draft_tokens"):
+        Engine(on.model, VOCAB_SIZE, draft_tokens=33)

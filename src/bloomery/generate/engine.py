@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
-from bloomery.core.errors import CheckpointError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
 from bloomery.generate.sampling import Sampler, choose_each
@@ -24,6 +24,10 @@ from bloomery.model.transformer import Transformer
 import torch
 from torch import Tensor
 
+MAX_DRAFT_TOKENS = 32
+"""As many tokens as a part of a prompt has."""
+DRAFT_NGRAMS = (3, 2)
+"""Lengths of the endings that are looked up, the longest first."""
 PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
 
@@ -33,6 +37,46 @@ def check_finite(numbers: Tensor) -> None:
     if not all(map(math.isfinite, numbers.flatten().tolist())):
         what = "the model computes logits that are not finite: its weights are finite, and too large to compute with"
         raise CheckpointError(what, hint="Train it again with lower learning rates, or name an earlier checkpoint.")
+
+
+class Drafter:
+    """
+    Guesses the next tokens of a text: those that followed its last three or two tokens where these occurred before
+    (prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). The model then computes all of
+    them in one step, and they count as far as they are what it would have said. Guesses that fail become shorter.
+    """
+
+    def __init__(self, most: int) -> None:
+        """At most so many tokens at once; raises ConfigError for less than 0 or more than MAX_DRAFT_TOKENS."""
+        if not 0 <= most <= MAX_DRAFT_TOKENS:
+            hint = "0 guesses none; 8 suits answers that repeat parts of their prompt."
+            raise ConfigError(
+                f"must be at least 0 and at most {MAX_DRAFT_TOKENS}, got {most}", where="draft_tokens", hint=hint
+            )
+        self._most = self._count = most
+        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in DRAFT_NGRAMS]
+        self._indexed = 0
+
+    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+        """Up to `room` tokens that may follow; none where the ending is new."""
+        if not (count := min(self._count, room)):
+            return []
+        for at in range(self._indexed, len(ids)):
+            for length, followers in zip(DRAFT_NGRAMS, self._followers, strict=True):
+                if at >= length:
+                    followers[tuple(ids[at - length : at])] = at
+        self._indexed = len(ids)
+        for length, followers in zip(DRAFT_NGRAMS, self._followers, strict=True):
+            begin = followers.get(tuple(ids[-length:]))
+            if begin is not None:
+                period = len(ids) - begin  # a text that repeats itself goes on so
+                return [ids[begin + n % period] for n in range(count)]
+        return []
+
+    def judge(self, guessed: int, right: int) -> None:
+        """How many of the guessed tokens were right."""
+        if guessed:
+            self._count = min(self._most, 2 * self._count if right == guessed else right + 1)
 
 
 @dataclass(frozen=True)
@@ -46,15 +90,18 @@ class Completion:
 class Engine:
     """Decodes with one model, in the number format of its weights."""
 
-    def __init__(self, model: Transformer, num_ids: int, *, pack: bool = False) -> None:
+    def __init__(self, model: Transformer, num_ids: int, *, pack: bool = False, draft_tokens: int = 0) -> None:
         """
         `num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said. `pack`
         copies the weights in the order of the compiled library, where there is memory for it: decoding on the CPU is
-        then several times as fast. The weights must not change afterwards.
+        then several times as fast. The weights must not change afterwards. With packed weights, `stream` guesses up to
+        `draft_tokens` at once (see Drafter): the same tokens come, sooner where an answer repeats parts of the text.
         """
         self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context_length
         self.decoder = Decoder.of(model) if pack and _fits(model) else None
+        self.draft_tokens = draft_tokens
+        self.drafter()  # which checks the number
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -68,6 +115,9 @@ class Engine:
         sampler = Sampler(sampling, ids)
         room = min(sampling.max_tokens, self.context - len(ids))
         rows = self.rows([ids], [room])
+        if isinstance(rows, PackedRows) and self.draft_tokens:
+            yield from self._stream_drafted(list(ids), rows, sampler, room, stop_ids)
+            return
         logits = rows.begin()
         for number in range(room):
             (chosen,) = choose_each(logits, [sampler])
@@ -75,6 +125,30 @@ class Engine:
             if chosen in stop_ids or number == room - 1:
                 return
             logits = rows.extend([0], [chosen])
+
+    def _stream_drafted(
+        self, ids: list[int], rows: "PackedRows", sampler: Sampler, room: int, stop_ids: frozenset[int]
+    ) -> Iterator[int]:
+        drafter, drafts, end = self.drafter(), list[int](), len(ids) + room
+        logits = rows.begin()
+        while len(ids) < end:
+            right = 0
+            for row in logits:
+                ids.append(sampler.choose(row))
+                yield ids[-1]
+                if ids[-1] in stop_ids:
+                    return
+                if right == len(drafts) or ids[-1] != drafts[right]:
+                    break
+                right += 1
+            rows.lengths[0] += right
+            drafter.judge(len(drafts), right)
+            drafts = drafter.guess(ids, end - len(ids) - 1)
+            if len(ids) < end:
+                logits = rows.extend([0], ids[-1:], drafts)
+
+    def drafter(self) -> Drafter:
+        return Drafter(self.draft_tokens)
 
     def generate_batch(
         self,
@@ -186,10 +260,17 @@ class PackedRows:
         check_finite(logits.sum(dim=-1))
         return logits
 
-    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """Logits of what follows, for some rows, after one more ID of each."""
+    def extend(self, rows: Sequence[int], ids: Sequence[int], drafts: Sequence[int] = ()) -> Tensor:
+        """
+        Logits of what follows, for some rows, after one more ID of each. Behind a single row may be drafts:
+        the logits after each of them follow, and they do not count as part of the row yet.
+        """
+        assert not drafts or len(rows) == 1
         positions = [self.lengths[row] for row in rows]
-        logits = self.decoder.step(ids, rows, positions, self.pages, self.memory, range(len(rows)))[:, : self.num_ids]
+        positions += range(positions[0] + 1, positions[0] + 1 + len(drafts))
+        every = [*rows, *(rows[0] for _ in drafts)]
+        found = self.decoder.step([*ids, *drafts], every, positions, self.pages, self.memory, range(len(every)))
+        logits = found[:, : self.num_ids]
         check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
         for row in rows:
             self.lengths[row] += 1

@@ -19,7 +19,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
 from bloomery.generate.decoder import PAGE, Decoder, PagedText, PagePool, Pages
-from bloomery.generate.engine import PROMPT_TOKENS, Engine, ModelRows, check_finite
+from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelRows, check_finite
 from bloomery.generate.sampling import Sampler
 from bloomery.hw.device import find
 from bloomery.hw.host import Host, free_bytes
@@ -34,6 +34,8 @@ PART_TOKENS = 32
 """Of a prompt, that are computed at once while others wait for their next token."""
 MAX_RUNNING, MAX_WAITING = 16, 256
 """Requests that are computed at once, and that wait."""
+MAX_REQUESTS = 1024
+"""What both may be set to."""
 
 
 @runtime_checkable
@@ -165,10 +167,13 @@ class _Sequence:
     """Of prompt and answer."""
     room: int
     """Tokens that may still come."""
+    drafter: Drafter
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     first_token: float | None = None
     text: PagedText = field(default_factory=PagedText)
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of the next tokens that are computed in the same step as the last ID."""
     rows: ModelRows | None = None
 
     @property
@@ -178,7 +183,10 @@ class _Sequence:
 
 
 Found = list[tuple[_Sequence, Tensor | Exception]]
-"""Logits (1, V) of sequences whose next token can be chosen, or the error of a sequence that was computed alone."""
+"""
+Logits of sequences whose next tokens can be chosen: after the last ID, and after each draft. Or the error of a sequence
+that was computed alone.
+"""
 
 
 class _PagedSteps:
@@ -208,12 +216,13 @@ class _PagedSteps:
         parts, left = self._parts(running)
         ids, rows, positions, wanted = list[int](), list[int](), list[int](), list[int]()
         for row, (sequence, count) in enumerate(parts):
-            begin = sequence.text.length
+            begin, before = sequence.text.length, len(ids)
             ids += sequence.ids[begin : begin + count]
+            ids += sequence.drafts
             rows += [row] * count
             positions += range(begin, begin + count)
-            if count == sequence.open_tokens:
-                wanted.append(len(ids) - 1)
+            if begin + count >= len(sequence.ids):
+                wanted += range(before + count - 1 - len(sequence.drafts), before + count)
         pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
         for row, (sequence, _) in enumerate(parts):
             pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
@@ -221,10 +230,16 @@ class _PagedSteps:
         self.computed_tokens += len(ids)
         found: Found = []
         for sequence, count in parts:
-            if count == sequence.open_tokens:
-                found.append((sequence, logits[len(found)][None]))
-            self.pool.advance(sequence.text, sequence.ids, sequence.text.length + count)
+            if sequence.text.length + count >= len(sequence.ids):
+                some, logits = logits[: 1 + len(sequence.drafts)], logits[1 + len(sequence.drafts) :]
+                found.append((sequence, some))
+            else:
+                self.pool.advance(sequence.text, sequence.ids, sequence.text.length + count)
         return found, left
+
+    def advance(self, sequence: _Sequence, length: int) -> None:
+        """So many of a sequence's IDs are computed; drafts behind them were wrong."""
+        self.pool.advance(sequence.text, sequence.ids, length)
 
     def _parts(self, running: Sequence[_Sequence]) -> tuple[list[tuple[_Sequence, int]], list[_Sequence]]:
         """How many tokens of each sequence come into the next step, with pages for them."""
@@ -234,16 +249,20 @@ class _PagedSteps:
         for sequence in running:
             if sequence in left:
                 continue
-            count = 1 if sequence.open_tokens == 1 else min(sequence.open_tokens, prompt_tokens)
-            while not self.pool.grow(sequence.text, sequence.text.length + count):
+            count, text = min(sequence.open_tokens, prompt_tokens), sequence.text
+            if sequence.open_tokens == 1:
+                sequence.drafts = sequence.drafter.guess(sequence.ids, sequence.room - 1)
+                if not self.pool.grow(text, text.length + 1 + len(sequence.drafts)):
+                    sequence.drafts = []
+                count = 1 + len(sequence.drafts)
+            else:
+                prompt_tokens -= count
+            while sequence not in left and not self.pool.grow(text, text.length + count):
                 newest = next(one for one in reversed(running) if one not in left)
                 self.end(newest)
                 left.append(newest)
-                if newest is sequence:
-                    break
             if sequence not in left and count:
                 parts.append((sequence, count))
-                prompt_tokens -= count if sequence.open_tokens > 1 else 0
         return parts, left
 
 
@@ -263,6 +282,9 @@ class _ModelSteps:
     def end(self, sequence: _Sequence) -> None:
         sequence.rows = None
 
+    def advance(self, sequence: _Sequence, length: int) -> None:
+        sequence.text.length = length
+
     def step(self, running: Sequence[_Sequence]) -> tuple[Found, list[_Sequence]]:
         found: Found = []
         for sequence in running:
@@ -274,7 +296,6 @@ class _ModelSteps:
             except Exception as error:
                 found.append((sequence, error))
                 continue
-            sequence.text.length = len(sequence.ids)
             found.append((sequence, logits.cpu()))
         return found, []
 
@@ -296,12 +317,20 @@ class Scheduler:
         memory_bytes: int | None = None,
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
+        draft_tokens: int = 0,
     ) -> None:
         """
         `memory_bytes` bounds keys and values. By default they get a quarter of the free memory, and no more than
-        `max_running` texts as long as the context take. Raises ConfigError where it holds no page of 32 tokens.
+        `max_running` texts as long as the context take. With packed weights, up to `draft_tokens` of each answer are
+        guessed at once (see Drafter), which changes no token. Raises ConfigError for numbers out of their limits, and
+        where the memory holds no page of 32 tokens.
         """
+        for name, value in (("max_running", max_running), ("max_waiting", max_waiting)):
+            if not 1 <= value <= MAX_REQUESTS:
+                raise ConfigError(f"must be at least 1 and at most {MAX_REQUESTS:,}, got {value}", where=name)
+        Drafter(draft_tokens)  # which checks the number
         self.engine, self.max_running, self.max_waiting = engine, max_running, max_waiting
+        self.draft_tokens = draft_tokens if engine.decoder else 0
         like = engine.model.embed.weight
         page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
         if memory_bytes is None:
@@ -347,7 +376,9 @@ class Scheduler:
             longest = len(request.ids) + room
             what = f"prompt and answer may take {longest:,} tokens; there is memory for {self.num_pages * PAGE:,}"
             raise DataError(what, where="max_tokens", hint="Ask for a shorter answer, or shorten the prompt.")
-        sequence = _Sequence(ticket, Sampler(request.sampling, request.ids), list(request.ids), room)
+        sequence = _Sequence(
+            ticket, Sampler(request.sampling, request.ids), list(request.ids), room, Drafter(self.draft_tokens)
+        )
         with self._wake:
             if self._closing:
                 raise RunError("the model was closed", hint="Start it again.")
@@ -426,15 +457,28 @@ class Scheduler:
                 self._waiting.extendleft(sorted(left, key=lambda one: one.arrived, reverse=True))
         for sequence, logits in found:
             try:
-                if isinstance(logits, Exception):
-                    raise logits
-                check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
-                reason = self._said(sequence, logits[0])
+                reason = self._say(sequence, logits)
             except Exception as error:  # of this sequence alone: its constraint, or logits that are not finite
                 self._leave(sequence, None, error)
             else:
                 if reason:
                     self._leave(sequence, reason)
+
+    def _say(self, sequence: _Sequence, logits: Tensor | Exception) -> Finish | None:
+        """Hand out a next token, and more as long as the drafts are right. Gives why the answer ends, if it does."""
+        if isinstance(logits, Exception):
+            raise logits
+        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        length, drafts, right = len(sequence.ids), sequence.drafts, 0
+        for row in logits:
+            reason = self._token(sequence, row)
+            if reason or right == len(drafts) or sequence.ids[-1] != drafts[right]:
+                break
+            right += 1
+        self._steps.advance(sequence, length + right)
+        sequence.drafter.judge(len(drafts), right)
+        sequence.drafts = []
+        return reason
 
     def _leave(self, sequence: _Sequence, reason: Finish | None, error: Exception | None = None) -> None:
         self._running.remove(sequence)
@@ -443,7 +487,7 @@ class Scheduler:
             sequence.ticket.timings.answer_seconds = time.monotonic() - sequence.first_token
         sequence.ticket._end(reason, error)
 
-    def _said(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> Finish | None:
+    def _token(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> Finish | None:
         """Choose and hand out a sequence's next token, and say whether its answer ends there."""
         ticket, constraint = sequence.ticket, sequence.ticket.request.constraint
         id = sequence.sampler.choose(logits, None if constraint is None else constraint.allowed())
