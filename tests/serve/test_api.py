@@ -266,7 +266,14 @@ def test_every_finished_sample_of_json_is_an_object(site: Site, model: str) -> N
     if model == "published" and model not in site.models.models:
         site.models.models[model] = answerer_of(model, hf.load(published(), dtype="auto"))
     n = 2 if model == "published" else 16
-    said = answers(site, model, response_format={"type": "json_object"}, max_tokens=150, n=n, temperature=0.7)
+    said = answers(
+        site,
+        model,
+        response_format={"type": "json_object"},
+        max_tokens=300 if model == "published" else 150,
+        n=n,
+        temperature=0.7,
+    )
     ended = [text for text, finish in said if finish == "stop"]
     assert ended
     assert all(isinstance(json.loads(text), dict) for text in ended)

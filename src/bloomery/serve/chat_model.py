@@ -27,21 +27,23 @@ from bloomery.core.log import info
 from bloomery.generate.engine import Engine
 from bloomery.generate.scheduler import Request, Scheduler, Ticket, Timings
 from bloomery.hw import device
+from bloomery.model.quantize import QuantizedLinear
+from bloomery.model.transformer import on_meta
 from bloomery.serve.constrained import Form, Grammars, ToolCall, ToolFormat, ToolText, overlap
 from bloomery.tokenizer.chat_template import SHORTER, Renderer, TooLongError
 from bloomery.tokenizer.jinja_template import JinjaRenderer
-from bloomery.weights import hf, locate
+from bloomery.weights import card, hf, locate
 from bloomery.weights.hf import Loaded, LoadFormat
 
 import torch
 
-Finish = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 """Why an answer ended: the model ended it (or a stop string did), there was no room for more, or it calls tools."""
 
 ANSWERED_ROLES = ("user", "tool")
 MAX_CHOICES, MAX_SEQUENCES = 16, 64
 """Answers to one prompt, and to all prompts of a request."""
-MAX_WAITING = 4096
+MAX_WAITING = 1024
 """Sequences of a model. The queue of requests has its own, smaller limit."""
 SCORED = 256
 """Positions of a prompt whose logits are there at once."""
@@ -100,7 +102,7 @@ class TextChunk:
 
     text: str
     tokens: int
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     index: int = 0
     scores: tuple[TokenScore, ...] = ()
     calls: tuple[ToolCall, ...] = ()
@@ -446,6 +448,22 @@ class TextAnswerer:
                 scores.append(TokenScore(self.token(id), float(chances[row, id]), likeliest))
         return scores
 
+    def facts(self) -> dict[str, Any]:
+        """What is known of a model that is loaded: its number format, whether it chats, and by which template."""
+        try:
+            template = getattr(self.words.renderer(), "name", None)
+        except CheckpointError:
+            return {"chats": False, **self._number_format()}
+        tools = self.tool_format is not None
+        return {"chats": True, "chat_template": template, "tools": tools, **self._number_format()}
+
+    def _number_format(self) -> dict[str, str]:
+        if self._engine is None:
+            return {}
+        frozen = next((one for one in self._engine.model.modules() if isinstance(one, QuantizedLinear)), None)
+        dtype = str(self._engine.model.embed.weight.dtype).removeprefix("torch.")
+        return {"number_format": dtype if frozen is None else type(frozen).__name__.lower()}
+
     def embedding(self, ids: Sequence[int]) -> list[float]:
         """The mean of the last hidden states of a text. Raises DataError for one that does not fit."""
         assert self._engine is not None
@@ -476,7 +494,7 @@ class _Prepared:
     def prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
-    def start(self, notify: Callable[[], None]) -> "Answer":
+    def start(self, notify: Callable[[], None]) -> "AnswerStreams":
         """Hand all sequences to the scheduler. Raises what it raises."""
         asked, model = self.asked, self.model
         form, format = asked.form, model.tool_format if asked.tools else None
@@ -485,7 +503,7 @@ class _Prepared:
             form = format.form(asked.tools, special)
         continues = not asked.messages or asked.messages[-1]["role"] == "assistant" or form is not None
         lead = "" if continues else self.model.words.renderer().lead
-        choices: list[Choice] = []
+        choices: list[ChoiceStream] = []
         for prompt in self.prompts:
             for number in range(asked.choices):
                 constraint = model.grammars.constraint(form) if form is not None else None
@@ -500,8 +518,8 @@ class _Prepared:
                     raise
                 names = [tool["function"]["name"] for tool in asked.tools]
                 calls = None if format is None else ToolText(format, names, one_call=asked.one_call)
-                choices.append(Choice(model, index, ticket, TextStream(asked.sampling.stop, lead), prompt, calls))
-        return Answer(choices, self.prompt_tokens, self.dropped, model)
+                choices.append(ChoiceStream(model, index, ticket, TextStream(asked.sampling.stop, lead), prompt, calls))
+        return AnswerStreams(choices, self.prompt_tokens, self.dropped, model)
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
@@ -511,7 +529,7 @@ def derived_seed(seed: int | None, number: int) -> int | None:
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:7], "big")
 
 
-class Choice:
+class ChoiceStream:
     """One answer: its tokens as pieces of text."""
 
     def __init__(
@@ -524,7 +542,7 @@ class Choice:
         calls: "ToolText | None",
     ) -> None:
         self.index, self.ticket, self.finish = index, ticket, None
-        self.finish: Finish | None
+        self.finish: FinishReason | None
         self.num_tokens = 0
         self._model, self._text, self._calls = model, text, calls
         self._echo = TextChunk(prompt.text, 0, None, index, prompt.scores) if prompt.text or prompt.scores else None
@@ -568,7 +586,7 @@ class Choice:
             return self._calls.shown(self._model.special_names[id])
         return self._model.words.tokenizer.decode_bytes([id])
 
-    def _end(self, tokens: int, finish: Finish, shown: str | None = None) -> TextChunk:
+    def _end(self, tokens: int, finish: FinishReason, shown: str | None = None) -> TextChunk:
         text = self._text.end() if shown is None else shown
         self.finish = "stop" if self._text.stopped else finish
         calls: tuple[ToolCall, ...] = ()
@@ -578,10 +596,10 @@ class Choice:
         return TextChunk(text, tokens, self.finish, self.index, calls=calls)
 
 
-class Answer:
+class AnswerStreams:
     """All answers to a request on their way."""
 
-    def __init__(self, choices: Sequence[Choice], prompt_tokens: int, dropped: int, model: TextAnswerer) -> None:
+    def __init__(self, choices: Sequence[ChoiceStream], prompt_tokens: int, dropped: int, model: TextAnswerer) -> None:
         self.prompt_tokens, self.dropped = prompt_tokens, dropped
         self._choices = choices
         self._model = model  # whose scheduler closes with it
@@ -707,18 +725,15 @@ class ModelRegistry:
     ) -> None:
         """`named` are models outside of `runs`, by the names that clients use. `dtype` is how weights are kept."""
         self.runs, self.named, self.dtype = runs, named, dtype
-        self._loaded: dict[str, tuple[float, Answerer]] = {}
-        self._contexts: dict[tuple[Path, float], int] = {}
+        self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
+        self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
         self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
         for folder in locate.unnamable(runs):
             info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
 
     def names(self) -> Sequence[ModelInfo]:
         there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
-        return [
-            ModelInfo(name, int(mtime := _made(path)), path, self._context(path, mtime))
-            for name, path in {**self.named, **there}.items()
-        ]
+        return [self._info(name, path) for name, path in {**self.named, **there}.items()]
 
     def get(self, name: str) -> Answerer:
         models = {one.name: one for one in locate.models(self.runs)}
@@ -747,14 +762,35 @@ class ModelRegistry:
     def is_loading(self) -> bool:
         return self._loading > 0 and not self._loaded
 
-    def _context(self, folder: Path, mtime: float) -> int:
-        """The context length; 0 for a model that cannot be read. A request for that model gets the error."""
-        if (folder, mtime) not in self._contexts:
-            try:
-                self._contexts[folder, mtime] = hf.context(folder)
-            except CheckpointError:
-                self._contexts[folder, mtime] = 0
-        return self._contexts[folder, mtime]
+    def _info(self, name: str, path: Path) -> ModelInfo:
+        mtime = _made(path)
+        if (path, mtime) not in self._facts:
+            self._facts[path, mtime] = _facts(path)
+        context, facts = self._facts[path, mtime]
+        made, model = self._loaded.get(name, (0.0, None))
+        if model is not None and made == mtime:
+            facts = {**facts, **model.facts()}
+        return ModelInfo(name, int(mtime), path, context, facts)
+
+
+def _facts(path: Path) -> tuple[int, dict[str, Any]]:
+    """
+    The context of a model, 0 for one that cannot be read, and what its files say of it, without its weights. A request
+    for a model that cannot be read gets the error.
+    """
+    try:
+        config, rows = hf.config_of(path)
+        source = card.provenance(path)
+    except (CheckpointError, DataError):
+        return 0, {}
+    parameters = sum(weight.numel() for weight in on_meta(config, rows).parameters())
+    bits = source.report.get("bits_per_byte", {})
+    known = {
+        "parameters": parameters,
+        "license": source.license,
+        "bits_per_byte": bits.get("model") if isinstance(bits, dict) and bits.get("bytes") else None,
+    }
+    return config.context_length, {name: value for name, value in known.items() if value is not None}
 
 
 def _made(path: Path) -> float:

@@ -107,7 +107,7 @@ def _keys(value: object) -> Iterator[str]:
         yield from _keys(element)
 
 
-class _Vocabulary:
+class _TokenTable:
     """A tokenizer as llguidance reads one."""
 
     bos_token_id = None
@@ -147,7 +147,7 @@ class Grammars:
     @cached_property
     def _tokens(self) -> llguidance.LLTokenizer:
         """Takes half a second for 50,000 tokens."""
-        wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._vocabulary, self._end_ids))
+        wrapped = llguidance.TokenizerWrapper(_TokenTable(self._vocabulary, self._end_ids))
         return llguidance.LLTokenizer(wrapped, eos_token=sorted(self._end_ids))
 
 

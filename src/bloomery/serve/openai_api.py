@@ -171,7 +171,7 @@ def _number(name: str, low: float | None = None, high: float | None = None) -> A
     return Field(ge=least if low is None else low, le=most if high is None else high, allow_inf_nan=False)
 
 
-Request = TypeVar("Request", bound="WireRequest")
+WireKind = TypeVar("WireKind", bound="WireRequest")
 
 
 class WireRequest(BaseModel):
@@ -611,7 +611,7 @@ class DetokenizeRequest(WireRequest):
         return tuple(self.tokens)
 
 
-def parsed(kind: type[Request], body: bytes, content_type: str) -> Request:
+def parsed(kind: type[WireKind], body: bytes, content_type: str) -> WireKind:
     """The request of a body. Raises DataError, which names the field. Takes milliseconds: call it in a thread."""
     sent_as = content_type.partition(";")[0].strip().lower()
     if body and not (sent_as.startswith("application/") and sent_as.endswith(("/json", "+json"))):
@@ -630,7 +630,7 @@ def parsed(kind: type[Request], body: bytes, content_type: str) -> Request:
     return validated(kind, value)
 
 
-def validated(kind: type[Request], value: object) -> Request:
+def validated(kind: type[WireKind], value: object) -> WireKind:
     """A request as JSON data. Raises DataError, which names the field."""
     try:
         return kind.model_validate(value)

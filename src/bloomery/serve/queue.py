@@ -5,7 +5,7 @@ Loading a model, rendering a conversation and compiling a form take a while and 
 scheduler computes the requests of a model together. Their tokens come to the event loop, which makes text of them.
 When too many requests are there, the next one is refused.
 
-`Metrics` counts what was asked and answered, in the text format of Prometheus.
+`ServerMetrics` counts what was asked and answered, in the text format of Prometheus.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ MAX_UNREAD = 4096
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper ends of the parts of a histogram, in seconds."""
 
-Result = TypeVar("Result")
+WorkResult = TypeVar("WorkResult")
 
 
 class BusyError(RunError):
@@ -132,7 +132,7 @@ class RequestQueue:
     """Takes requests, and prepares each in the one thread of its model. Used in the event loop."""
 
     def __init__(self, models: Models) -> None:
-        self._models, self.metrics = models, Metrics()
+        self._models, self.metrics = models, ServerMetrics()
         self._closing = False
         self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
         self._jobs: set[GenerationRequest] = set()
@@ -159,7 +159,7 @@ class RequestQueue:
             job.stop()
         return job
 
-    async def use(self, name: str, work: Callable[[Answerer], Result]) -> Result | None:
+    async def use(self, name: str, work: Callable[[Answerer], WorkResult]) -> WorkResult | None:
         """
         The result of some work with a model, in a thread next to the one that prepares answers; None if there is no
         such model. Raises BusyError where the line is full.
@@ -234,7 +234,7 @@ HELP = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms by name and labels. Labels are names of models that exist, so their number is bounded."""
 
     def __init__(self) -> None:

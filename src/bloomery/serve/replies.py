@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import readable
-from bloomery.serve.chat_model import Asked, Finish, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
+from bloomery.serve.chat_model import Asked, FinishReason, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
 from bloomery.serve.constrained import ToolCall
 from bloomery.serve.openai_api import TokenizeRequest
 
@@ -132,7 +132,7 @@ class ChatReply(_Counted):
         self,
         index: int,
         delta: dict[str, Any],
-        finish: Finish | None = None,
+        finish: FinishReason | None = None,
         scores: Sequence[TokenScore] = (),
         more: Mapping[str, Any] | None = None,
     ) -> str:
@@ -190,7 +190,9 @@ class CompletionReply(_Counted):
             yield event({**self._head(), "choices": [], "usage": self.tokens(), **self.more()})
         yield DONE
 
-    def _choice(self, index: int, text: str, finish: Finish | None, scores: Sequence[TokenScore]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, finish: FinishReason | None, scores: Sequence[TokenScore]
+    ) -> dict[str, Any]:
         logprobs = None
         if self.scored:
             offsets = []
@@ -221,7 +223,7 @@ class ResponsesReply(_Counted):
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""
     _events: int = 0
-    _finish: Finish | None = None
+    _finish: FinishReason | None = None
 
     def whole(self, pieces: Sequence[TextChunk]) -> dict[str, Any]:
         for piece in pieces:

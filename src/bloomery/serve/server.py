@@ -26,7 +26,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -106,7 +106,7 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
     async def context() -> int:
         return max((known.context for known in await asyncio.to_thread(models.names)), default=0)
 
-    desk, one_at_a_time = RequestQueue(models), asyncio.Lock()
+    desk = RequestQueue(models)
     # FastAPI's own documentation pages load their script from elsewhere.
     api = FastAPI(title="Bloomery", openapi_url=None, docs_url=None, redoc_url=None)
     api.state.desk = desk
@@ -140,60 +140,83 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
         model_info = next((known for known in infos if known.id == name), None)
         return JSONResponse(replies.model_entry(model_info)) if model_info else _no_such_model(name, infos)
 
-    async def read(request: Request, kind: type[Wire], check: Callable[[Wire], Checked]) -> tuple[Wire, Checked]:
+    routes = _Routes(models, desk)
+    for path, route in routes.by_path().items():
+        api.add_api_route(path, route, methods=["POST"], response_model=None)
+    return api
+
+
+class _Routes:
+    """What is done with texts and conversations."""
+
+    def __init__(self, models: Models, desk: RequestQueue) -> None:
+        self._models, self._desk, self._one_at_a_time = models, desk, asyncio.Lock()
+
+    def by_path(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Each is a POST, and guard.BODIES has its path."""
+        return {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/responses": self.respond,
+            "/v1/responses/input_tokens": self.count_tokens,
+            "/v1/embeddings": self.embed,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/apply-template": self.apply_template,
+        }
+
+    async def read(self, request: Request, kind: type[Wire], check: Callable[[Wire], Checked]) -> tuple[Wire, Checked]:
         """The body of a request, and what `check` makes of it, in a thread."""
-        desk.check_room()
+        self._desk.check_room()
         data, sent_as = await request.body(), request.headers.get("content-type", "")
 
         def checked() -> tuple[Wire, Checked]:
             body = openai_api.parsed(kind, data, sent_as)
             return body, check(body)
 
-        async with one_at_a_time:
+        async with self._one_at_a_time:
             return await asyncio.to_thread(checked)
 
-    async def answer(request: Request, asked: Asked, reply: replies.Reply, name: str, *, stream: bool) -> Response:
-        job = await desk.ask(name, asked)
+    async def answer(
+        self, request: Request, asked: Asked, reply: replies.Reply, name: str, *, stream: bool
+    ) -> Response:
+        job = await self._desk.ask(name, asked)
         if job is None:
-            return _no_such_model(name, await asyncio.to_thread(models.names))
+            return _no_such_model(name, await asyncio.to_thread(self._models.names))
         return await _answer(job, reply, request, stream=stream)
 
-    async def use(name: str, work: Callable[[TextAnswerer], dict[str, Any]]) -> Response:
+    async def use(self, name: str, work: Callable[[TextAnswerer], dict[str, Any]]) -> Response:
         """The result of some work with a model as JSON."""
 
         def with_model(model: Answerer) -> dict[str, Any]:
             assert isinstance(model, TextAnswerer)
             return work(model)
 
-        result = await desk.use(name, with_model)
+        result = await self._desk.use(name, with_model)
         if result is None:
-            return _no_such_model(name, await asyncio.to_thread(models.names))
+            return _no_such_model(name, await asyncio.to_thread(self._models.names))
         return JSONResponse(result)
 
-    @api.post("/v1/chat/completions", response_model=None)
-    async def chat(request: Request) -> Response:
-        body, asked = await read(request, openai_api.ChatRequest, lambda body: body.asked())
+    async def chat(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ChatRequest, lambda body: body.asked())
         reply = replies.ChatReply(body.model, body.wants_usage, choices=asked.choices)
-        return await answer(request, asked, reply, body.model, stream=bool(body.stream))
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
 
-    @api.post("/v1/completions", response_model=None)
-    async def complete(request: Request) -> Response:
-        body, asked = await read(request, openai_api.CompletionRequest, lambda body: body.asked())
+    async def complete(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.CompletionRequest, lambda body: body.asked())
         scored = body.logprobs is not None
         reply = replies.CompletionReply(
             body.model, body.wants_usage, kept=body.n or 1, asked=asked.choices, scored=scored
         )
-        return await answer(request, asked, reply, body.model, stream=bool(body.stream))
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
 
-    @api.post("/v1/responses", response_model=None)
-    async def respond(request: Request) -> Response:
-        body, asked = await read(request, openai_api.ResponsesRequest, lambda body: body.asked())
+    async def respond(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
         reply = replies.ResponsesReply(body.model, settings=body.settings())
-        return await answer(request, asked, reply, body.model, stream=bool(body.stream))
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
 
-    @api.post("/v1/embeddings", response_model=None)
-    async def embed(request: Request) -> Response:
-        body, inputs = await read(request, openai_api.EmbeddingRequest, lambda body: body.inputs())
+    async def embed(self, request: Request) -> Response:
+        body, inputs = await self.read(request, openai_api.EmbeddingRequest, lambda body: body.inputs())
 
         def work(model: TextAnswerer) -> dict[str, Any]:
             ids = [model.text_ids(text, "input") for text in inputs]
@@ -201,46 +224,40 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
             as_base64 = body.encoding_format == "base64"
             return replies.embedding_list(body.model, vectors, sum(map(len, ids)), as_base64=as_base64)
 
-        return await use(body.model, work)
+        return await self.use(body.model, work)
 
-    @api.post("/tokenize", response_model=None)
-    async def tokenize(request: Request) -> Response:
-        body, _ = await read(request, openai_api.TokenizeRequest, lambda body: body.text())
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = await self.read(request, openai_api.TokenizeRequest, lambda body: body.text())
 
         def work(model: TextAnswerer) -> dict[str, Any]:
             return replies.token_list(body, model)
 
-        return await use(body.model, work)
+        return await self.use(body.model, work)
 
-    @api.post("/v1/responses/input_tokens", response_model=None)
-    async def count_tokens(request: Request) -> Response:
-        body, asked = await read(request, openai_api.ResponsesRequest, lambda body: body.asked())
+    async def count_tokens(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
 
         def work(model: TextAnswerer) -> dict[str, Any]:
             return {"object": "response.input_tokens", "input_tokens": len(model.written_ids(asked))}
 
-        return await use(body.model, work)
+        return await self.use(body.model, work)
 
-    @api.post("/detokenize", response_model=None)
-    async def detokenize(request: Request) -> Response:
-        body, ids = await read(request, openai_api.DetokenizeRequest, lambda body: body.ids())
+    async def detokenize(self, request: Request) -> Response:
+        body, ids = await self.read(request, openai_api.DetokenizeRequest, lambda body: body.ids())
 
         def work(model: TextAnswerer) -> dict[str, Any]:
             text = model.shown_text(ids)
             return {"prompt": text, "content": text}
 
-        return await use(body.model, work)
+        return await self.use(body.model, work)
 
-    @api.post("/apply-template", response_model=None)
-    async def apply_template(request: Request) -> Response:
-        body, asked = await read(request, openai_api.ChatRequest, lambda body: body.asked())
+    async def apply_template(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ChatRequest, lambda body: body.asked())
 
         def work(model: TextAnswerer) -> dict[str, Any]:
             return {"prompt": model.shown_text(model.written_ids(asked))}
 
-        return await use(body.model, work)
-
-    return api
+        return await self.use(body.model, work)
 
 
 async def _answer(job: GenerationRequest, reply: replies.Reply, request: Request, *, stream: bool) -> Response:
