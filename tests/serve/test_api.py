@@ -30,8 +30,8 @@ ASK: Any = [{"role": "user", "content": "Where is the lamp?"}]
 CONTEXT = 1024
 PUBLISHED = pytest.param("published", marks=pytest.mark.slow)
 TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}<|im_end|>\n"
-    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ '\\n' + (tool | tojson) }}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -13,7 +13,8 @@ import codecs
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +115,14 @@ class StreamedAnswer:
 
     prompt_tokens: int
     pieces: Generator[TextChunk, None, None]
+    dropped: int = 0
+    """Messages that were left out."""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """What is shown of the pieces."""
+        with closing(self.pieces):
+            yield from (piece.text for piece in self.pieces if piece.text)
 
 
 @runtime_checkable
@@ -286,7 +295,7 @@ class TextAnswerer:
             finally:
                 answer.cancel()
 
-        return StreamedAnswer(prepared.prompt_tokens, pieces())
+        return StreamedAnswer(prepared.prompt_tokens, pieces(), prepared.dropped)
 
     def _prepared(self, asked: Asked) -> "_Prepared":
         sampling = asked.sampling.recommended(self.words.recommended)
