@@ -340,7 +340,7 @@ class TextAnswerer:
 
     def conversation_ids(self, asked: Asked) -> tuple[list[int], int]:
         """
-        The token IDs of a conversation up to where the answer begins or goes on, and how many messages were left out.
+        The token IDs of a conversation up to where the answer begins or continues, and how many messages were left out.
         Raises DataError.
         """
         check_conversation(asked.messages)
@@ -776,8 +776,8 @@ class ModelRegistry:
         if (path, mtime) not in self._facts:
             self._facts[path, mtime] = _facts(path)
         context, facts = self._facts[path, mtime]
-        made, model = self._loaded.get(name, (0.0, None))
-        if model is not None and made == mtime:
+        loaded_mtime, model = self._loaded.get(name, (0.0, None))
+        if model is not None and loaded_mtime == mtime:
             facts = {**facts, **model.facts()}
         return ModelInfo(name, int(mtime), path, context, facts)
 

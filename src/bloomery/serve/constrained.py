@@ -279,14 +279,14 @@ class ToolFormat:
         return calls
 
     def form(self, tools: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Form:
-        """Exactly one call of one of the tools. `special` are the IDs of special tokens by their names."""
+        """
+        Exactly one call of one of the tools, with no argument that its schema does not name. `special` are the IDs of special tokens by their names.
+        """
         choices = []
         for index, tool in enumerate(tools):
             function, at = tool["function"], f"#/anyOf/{index}/properties/{self.arguments}"
-            properties = {
-                "name": {"const": function["name"]},
-                self.arguments: _moved(function.get("parameters") or {"type": "object", "properties": {}}, at),
-            }
+            parameters = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+            properties = {"name": {"const": function["name"]}, self.arguments: _moved(parameters, at)}
             choice = {"type": "object", "properties": properties, "required": ["name", self.arguments]}
             choices.append({**choice, "additionalProperties": False})
         schema = schema_form({"x-guidance": CALL_STYLE, "anyOf": choices}, "tools").source
@@ -351,7 +351,7 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references lead to the same places below another root."""
+    """A schema whose references lead to the same definitions below another root."""
     if isinstance(schema, list):
         return [_moved(element, root) for element in schema]
     if not isinstance(schema, dict):
@@ -366,9 +366,9 @@ def _as_lark(text: str, special: Mapping[str, int]) -> str:
     """A text in Lark's notation, in which the names of special tokens stand for these."""
     parts, at = [], 0
     while at < len(text):
-        found = [(place, -len(name), name) for name in special if (place := text.find(name, at)) >= 0]
-        place, _, name = min(found, default=(len(text), 0, ""))
-        parts += [json.dumps(text[at:place])] if place > at else []
+        names = [(index, -len(name), name) for name in special if (index := text.find(name, at)) >= 0]
+        begin, _, name = min(names, default=(len(text), 0, ""))
+        parts += [json.dumps(text[at:begin])] if begin > at else []
         parts += [f"<[{special[name]}]>"] if name else []
-        at = place + len(name)
+        at = begin + len(name)
     return " ".join(parts)

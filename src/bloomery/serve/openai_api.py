@@ -112,7 +112,7 @@ class WireMessage(BaseModel):
     tool_calls: Any = None
 
     def plain(self, where: str) -> Message:
-        """The message. Raises DataError for one that cannot be read; `where` is its place in the request."""
+        """The message. Raises DataError for one that cannot be read; `where` is its path in the request."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
                 what = "this server does not know that field of a message"
@@ -474,10 +474,10 @@ def _plain_parts(content: object) -> object:
     if not isinstance(content, list):
         return content
     return [
-        {"type": "text", "text": part["text"]}
-        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text") and "text" in part
-        else part
-        for part in content
+        {"type": "text", "text": piece["text"]}
+        if isinstance(piece, dict) and piece.get("type") in ("input_text", "output_text") and "text" in piece
+        else piece
+        for piece in content
     ]
 
 
@@ -530,13 +530,13 @@ class CompletionRequest(SamplingRequest):
 def _prompts(value: object, where: str, most: int = MAX_SEQUENCES) -> tuple[str | tuple[int, ...], ...]:
     """One text, several texts, the token IDs of one, or of several. Raises DataError."""
     prompts: list[str | tuple[int, ...]] = []
-    for one in value if isinstance(value, list) and value and not _is_ids(value) else [value]:
-        if isinstance(one, str):
-            if problem := bad_character(one, "it"):
+    for entry in value if isinstance(value, list) and value and not _is_ids(value) else [value]:
+        if isinstance(entry, str):
+            if problem := bad_character(entry, "it"):
                 raise DataError(f"{problem.reason}: {problem.what}", where=where, hint="Leave that character out.")
-            prompts.append(one)
-        elif _is_ids(one):
-            prompts.append(tuple(one))  # type: ignore[arg-type]
+            prompts.append(entry)
+        elif _is_ids(entry):
+            prompts.append(tuple(entry))  # type: ignore[arg-type]
         else:
             what = f"has to be a text, a list of texts, or lists of token IDs, got {_shown(value)}"
             raise DataError(what, where=where)
@@ -580,15 +580,15 @@ class TokenizeRequest(WireRequest):
     def text(self) -> str | None:
         """The text; None where there are messages. Raises DataError where there is not exactly one of them."""
         self.check_unknown()
-        given = [name for name in ("prompt", "content", "input", "messages") if getattr(self, name) is not None]
-        if len(given) != 1:
-            what = f"has {' and '.join(given)}" if given else "there is no text"
+        sources = [name for name in ("prompt", "content", "input", "messages") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            what = f"has {' and '.join(sources)}" if sources else "there is no text"
             raise DataError(what, where="prompt", hint='Send "prompt" or "messages".')
-        if given == ["messages"]:
+        if sources == ["messages"]:
             return None
-        text: str = getattr(self, given[0])
+        text: str = getattr(self, sources[0])
         if problem := bad_character(text, "it"):
-            raise DataError(f"{problem.reason}: {problem.what}", where=given[0], hint="Leave that character out.")
+            raise DataError(f"{problem.reason}: {problem.what}", where=sources[0], hint="Leave that character out.")
         return text
 
     def conversation(self) -> tuple[Message, ...]:

@@ -463,10 +463,10 @@ CHAT_HELP = """\
 /help              this list
 /system TEXT       how the model shall answer, from the next message on; without TEXT: nothing said of it
 /reset             a new conversation; so does an empty line
-/model MODEL       another model goes on with the conversation
+/model MODEL       another model continues the conversation
 /temperature T     0 always takes the likeliest token
 /save FILE         append the conversation to a file, as a line of JSON that can be trained on
-A line that ends with \\ goes on in the next one. Lines between two lines of \"\"\" are one message.
+A line that ends with \\ continues in the next one. Lines between two lines of \"\"\" are one message.
 // at the beginning stands for /. Ctrl-C stops an answer, Ctrl-D ends."""
 BLOCK = '"""'
 
@@ -518,7 +518,7 @@ class TerminalChat:
             if answer.dropped:
                 del self.messages[: answer.dropped]
                 what = "message does" if answer.dropped == 1 else "messages do"
-                log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model goes on without)", "dim")
+                log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
             said: list[str] = []
             try:
                 for text in print_pieces(answer.texts):
