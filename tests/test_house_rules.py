@@ -34,6 +34,7 @@ TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "h
 BROAD_EXCEPT_ALLOWED = (
     "cli.py",
     "serve/server.py",
+    "generate/scheduler.py",
     "train/state.py",
     "train/launch.py",
     "evaluation/sandbox_child.py",

@@ -350,7 +350,7 @@ def _repository(text: str) -> str:
 def _dtype_argument(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16", "int8", "nf4"),
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "int4", "nf4"),
         default="auto",
         help="number format of the weights in memory (default: as in the file; quantized GGUF: bfloat16)",
     )

@@ -10,10 +10,11 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.generate import decoder
 from bloomery.generate import engine as engine_module
-from bloomery.generate.decoder import GROUP, LIBRARY, Decoder, Pages, pack
+from bloomery.generate.decoder import LIBRARY, Decoder, PagePool, Pages, pack
 from bloomery.generate.engine import Engine
 from bloomery.model import quantize
 from bloomery.model.config import Lora, ModelConfig
+from bloomery.model.quantize import GROUP
 from bloomery.model.transformer import Transformer
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively, random_ids
 from tests.model.test_lora import adapted
@@ -141,9 +142,9 @@ def test_bits_do_not_depend_on_the_other_sequences_of_a_step(format: str) -> Non
 
 
 def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(lanes: int) -> None:
-    """Frozen layers in int8 and NF4 keep their codes. Coded scales of NF4 are rounded to bfloat16."""
+    """Frozen layers in int8, int4 and NF4 keep their codes. Coded scales of NF4 are rounded to bfloat16."""
     ids = random_ids(1, 40, 1)[0].tolist()
-    for base, limit in (("bfloat16", 2e-6), ("int8", 2e-6), ("nf4", 2e-6), ("nf4_double", 1e-2)):
+    for base, limit in (("bfloat16", 2e-6), ("int8", 2e-6), ("int4", 2e-6), ("nf4", 2e-6), ("nf4_double", 1e-2)):
         model = lively(KINDS["Llama"])
         for block in model.blocks:
             for part, names in ((block.attention, "q k v out"), (block.mlp, "gate up down")):
@@ -158,7 +159,7 @@ def right_with_bfloat16_head(model: Transformer, ids: Sequence[int]) -> Tensor:
         return torch.matmul(hidden, model.head_rows().to(torch.bfloat16).float().t())
 
 
-@pytest.mark.parametrize("spread", [1.0, 1e-4, 300.0])
+@pytest.mark.parametrize("spread", [1.0, 1e-4, 1e-6, 300.0])
 def test_int4_is_as_near_as_its_sixteen_steps_allow(spread: float) -> None:
     weight = spread * torch.randn(50, 200, generator=torch.Generator().manual_seed(1)) + 0.3 * spread
     packed = pack(weight, "int4")
@@ -169,8 +170,9 @@ def test_int4_is_as_near_as_its_sixteen_steps_allow(spread: float) -> None:
     dense = numbers.permute(0, 3, 1, 2).reshape(-1, packed.width)[:50, :200]
     groups = torch.nn.functional.pad(weight, (0, 24)).view(50, -1, GROUP)
     step = (groups.amax(2) - groups.amin(2)) / 15
-    # Half a step, and the rounding of the offset to bfloat16.
-    allowed = (0.51 * step + 2.0**-8 * groups.amin(2).abs() + 2.0**-7 * 15 * step).repeat_interleave(GROUP, 1)[:, :200]
+    # Half a step, and the rounding of factor and offset to float16, whose smallest numbers are 2^-24 apart.
+    allowed = 0.51 * step + 2.0**-11 * groups.amin(2).abs() + 2.0**-10 * 15 * step + 16 * 2.0**-24
+    allowed = allowed.repeat_interleave(GROUP, 1)[:, :200]
     assert ((dense - weight).abs() <= allowed).all()
 
 
@@ -188,6 +190,17 @@ def test_an_engine_with_packed_weights_says_what_the_model_says(name: str) -> No
         for prompt, completion in zip(asked, ours, strict=True):
             streamed = list(packed.stream(prompt, sampling, stop_ids=often))
             assert streamed[: len(completion.ids)] == completion.ids
+
+
+def test_keys_and_values_in_bfloat16_next_to_weights_in_float32_take_half_and_round_the_logits() -> None:
+    model, ids = lively(KINDS["Llama"]), random_ids(1, 70, 1)[0].tolist()
+    small, exact = (Engine(model, VOCAB_SIZE, pack=True, cache_dtype=dtype).decoder for dtype in (torch.bfloat16, None))
+    assert small is not None
+    assert exact is not None
+    assert (small.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    sizes = [PagePool.page_bytes(packed.config, packed.dtype) for packed in (small, exact)]
+    assert 2 * sizes[0] == sizes[1]
+    assert 1e-5 < far(logits(small, ids), logits(exact, ids)) < 2e-2
 
 
 def test_weights_that_leave_no_memory_are_not_packed(

@@ -21,7 +21,7 @@ from transformers import (
 
 from bloomery.core.chat import ABOVE_ZERO, LIMITS, MAX_BIASES, SamplingConfig, sampling_of
 from bloomery.core.errors import DataError
-from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, Sampler, choose_each, distribution
+from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, MORE, Sampler, choose_each, distribution
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def theirs(processors: Sequence[LogitsProcessor], logits: Tensor, seen: Sequence
 
 
 vocabularies = st.integers(0, 10**6).map(
-    lambda seed: 3 * torch.randn(20 + 40 * (seed % 20), generator=torch.Generator().manual_seed(seed))
+    lambda seed: 2 * torch.randn(20 + 700 * (seed % 20), generator=torch.Generator().manual_seed(seed))
 )
 shares = st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.99, 1.0])
 
@@ -157,8 +157,8 @@ shares = st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.99, 1.0])
 def test_candidates_and_their_probabilities_are_those_of_transformers(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
-    """All warpers in the order of transformers. More IDs than FEW make top-p sort them all where few do not reach p."""
-    assert 20 < FEW < 20 + 40 * 19
+    """All warpers in the order of transformers. Vocabularies are on both sides of the numbers that are tried first."""
+    assert 20 < FEW < MORE < 20 + 700 * 19
     min_p = 0.0 if min_p == 1.0 else min_p
     processors: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
     processors += [TopKLogitsWarper(top_k)] if top_k else []

@@ -1,13 +1,18 @@
+from typing import Literal
+
 import pytest
 
+from bloomery.core.errors import ConfigError
 from bloomery.model import quantize
 from bloomery.model.config import Base
-from bloomery.model.quantize import BLOCK, QuantizedLinear, frozen, kept_bytes, normal_float
+from bloomery.model.quantize import BLOCK, GROUP, QuantizedLinear, frozen, kept_bytes, normal_float
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-BASES: tuple[Base, ...] = ("float32", "bfloat16", "int8", "nf4", "nf4_double")
+Kept = Base | Literal["int4"]
+BASES: tuple[Kept, ...] = ("float32", "bfloat16", "int8", "int4", "nf4", "nf4_double")
 PUBLISHED = [-1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.07958030]
 PUBLISHED += [0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0]
 """Appendix E of the paper."""
@@ -40,7 +45,7 @@ def test_the_numbers_of_nf4_are_the_published_ones() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("base", BASES)
 def test_a_quantised_layer_computes_and_hands_back_the_bits_of_its_dense_numbers(
-    base: Base, autocast: bool, bias: bool
+    base: Kept, autocast: bool, bias: bool
 ) -> None:
     like = linear(bias=bias)
     layer = frozen(like, base)
@@ -71,11 +76,13 @@ def test_how_far_each_format_is_from_the_weights_and_how_many_bytes_it_takes() -
     assert far["float32"] == 0.0
     assert 0 < far["bfloat16"] < 0.002
     assert 0 < far["int8"] < 0.01
+    assert 0.074 < far["int4"] < 0.083
     assert 0.085 < far["nf4"] < 0.096
     assert far["nf4_double"] == pytest.approx(far["nf4"], abs=0.002)
     assert size["float32"] == 4
     assert size["bfloat16"] == 2
     assert size["int8"] == 1 + 4 / 512
+    assert size["int4"] == 0.5 + 4 / GROUP
     assert size["nf4"] == 0.5 + 2 / BLOCK
     assert size["nf4_double"] == pytest.approx(0.5 + (1 + 4 / 256) / BLOCK, abs=1e-4)
 
@@ -98,6 +105,26 @@ def test_numbers_that_nf4_can_say_come_back_as_they_were() -> None:
     with torch.no_grad():
         like.weight.copy_(torch.tensor(normal_float()).repeat(2, BLOCK // 16) * torch.tensor([[1.0], [0.25]]))
     assert torch.equal(quantize.NF4(like).dense(torch.float32), like.weight.detach())
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 100])
+def test_int4_has_the_smallest_and_the_largest_number_of_each_group(width: int) -> None:
+    like = linear(5, width, seed=2)
+    found, weight = frozen(like, "int4").dense(torch.float32), like.weight.detach()
+    assert found.shape == weight.shape
+    for begin in range(0, width, GROUP):
+        ours, theirs = found[:, begin : begin + GROUP], weight[:, begin : begin + GROUP]
+        whole = F.pad(theirs, (0, GROUP - theirs.shape[1]))
+        step = (whole.amax(1) - whole.amin(1)) / 15
+        assert ((ours - theirs).abs() <= 0.51 * step[:, None] + 2e-4 * theirs.abs().max()).all()
+
+
+def test_weights_that_int4_cannot_hold_are_an_error() -> None:
+    like = linear(4, 40)
+    with torch.no_grad():
+        like.weight[2, 7] = -7e4
+    with pytest.raises(ConfigError, match=r"(?s)the largest weight is 7e\+04, and int4 holds up to 65,504.*bfloat16"):
+        frozen(like, "int4")
 
 
 def test_a_tied_weight_is_counted_once() -> None:

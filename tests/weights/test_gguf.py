@@ -10,15 +10,18 @@ import pytest
 
 from bloomery.core.errors import CheckpointError
 from bloomery.model.config import ModelConfig
+from bloomery.model.quantize import Int4, kept_bytes
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, parsed
 from bloomery.weights import architectures, gguf, gguf_layouts, gguf_writer, llmc
 from bloomery.weights.gguf_writer import GGUFFormat, GGUFWords
+from bloomery.weights.opened import filled, opened_model
 from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import ELSEWHERE, small
 from tests.weights.made import published
 
 import torch
+from torch import nn
 
 WORDS = GGUFWords(
     roles={"bos_token": "<|endoftext|>", "eos_token": "<|end|>", "pad_token": "<|pad|>", "unk_token": None},
@@ -101,6 +104,30 @@ def test_a_number_format_rounds_matrices_and_leaves_norms(tmp_path: Path, form: 
         assert float((again[name] - weight).abs().max()) <= off * float(weight.abs().max()), name
         assert weight.dim() > 1 or torch.equal(again[name], weight), name
     assert gguf_writer.size_bytes(model, form) < (tmp_path / "a.gguf").stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_int4_keeps_the_blocks_of_a_file_as_they_are(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of queries and keys, whose rows llama.cpp has in another order, and of layers with biases."""
+    monkeypatch.setitem(gguf_writer.KINDS, "q4_0", package.GGMLQuantizationType[kind])
+    made(tmp_path / "a.gguf", config(hidden_size=64, intermediate_size=96, biases="qkv"), "q4_0")
+    opened = opened_model(tmp_path / "a.gguf")
+    ours, exact = (filled(opened, opened.rows, dtype, "cpu") for dtype in ("int4", "float32"))
+    layers = dict(ours.named_modules())
+    matrices = [name for name, layer in exact.named_modules() if isinstance(layer, nn.Linear) and name != "head"]
+    assert len(matrices) == 14
+    for name in matrices:
+        layer, like = layers[name], exact.get_submodule(name)
+        assert isinstance(layer, Int4)
+        assert torch.equal(layer.dense(torch.float32), like.weight)
+        assert (layer.bias is None) == (like.bias is None)
+        assert layer.bias is None or torch.equal(layer.bias, like.bias.bfloat16())
+    stored = gguf.read(tmp_path / "a.gguf").tensors.stored["blk.0.ffn_up.weight"]
+    assert (
+        kept_bytes(layers["blocks.0.mlp.up"]) == 96 * 2 * 20 == stored.size_bytes * (20 / 18 if kind == "Q4_0" else 1)
+    )
 
 
 def test_a_model_that_llama_cpp_does_not_have_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from bloomery.core.log import info
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.model.kernels.cpu import call
 from bloomery.model.layers import LayerNorm, RMSNorm
-from bloomery.model.quantize import NF4, Int8, QuantizedLinear
+from bloomery.model.quantize import GROUP, NF4, Int4, Int8, QuantizedLinear, int4_groups
 from bloomery.model.rope import alibi_slopes, rotation
 from bloomery.model.transformer import Block, Transformer
 
@@ -43,7 +43,7 @@ LIBRARY = "decode"
 PanelFormat = Literal["float32", "bfloat16", "int8", "int4", "nf4"]
 FORMATS = ("float32", "bfloat16", "int8", "int4", "nf4")
 """In the order of their numbers in decode.cpp."""
-PANEL, GROUP, BLOCK, PAGE = 16, 32, 64, 32
+PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 LARGE = 2**22
 """Bytes of weights from which several threads are faster than one."""
@@ -127,12 +127,6 @@ def _transposed(weight: Tensor) -> Tensor:
     return panels
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """(R, D) filled up with zeros to whole panels and blocks: (P, 16, I)."""
-    filled = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % PANEL))
-    return filled.view(-1, PANEL, filled.shape[1])
-
-
 def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Packed:
     """A dense matrix (R, D) in one of FORMATS. int4 takes the smallest and the largest number of each group."""
     rows, width = weight.shape
@@ -145,14 +139,7 @@ def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Pac
             codes = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
             return Packed(format, rows, whole, _transposed(codes), _filled(scales), _float(bias))
         case "int4":
-            panels = _panels(weight.float())
-            groups = panels.view(len(panels), PANEL, -1, GROUP)
-            low, high = groups.amin(3), groups.amax(3)
-            # bfloat16 factors are rounded up: so the largest number of a group keeps the last code.
-            factor, low = _above((high - low) / 15), low.to(torch.bfloat16).float()
-            codes = torch.round((groups - low[..., None]) / factor.clamp_min(1e-30)[..., None]).clamp(0, 15)
-            scales = torch.stack((factor, low), 2).permute(0, 3, 2, 1).to(torch.bfloat16).contiguous()
-            return Packed(format, rows, whole, _pairs(codes.to(torch.uint8)), scales, _float(bias))
+            return _packed_int4(*int4_groups(weight), rows, bias)
         case "nf4":
             raise ConfigError("a dense matrix is not packed in NF4", hint="Load the model with --dtype nf4.")
 
@@ -162,12 +149,14 @@ def _filled(scales: Tensor) -> Tensor:
     return F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
 
 
-def _above(numbers: Tensor) -> Tensor:
-    """The next bfloat16 numbers that are not smaller, as float32."""
-    rounded = numbers.to(torch.bfloat16)
-    return torch.where(
-        rounded.float() < numbers, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded
-    ).float()
+def _packed_int4(codes: Tensor, scales: Tensor, rows: int, bias: Tensor | None) -> Packed:
+    """Codes (R, G, 16) and scales (R, G, 2) in panels, filled up with zeros to whole panels and blocks."""
+    whole = (0, 0, 0, codes.shape[1] % 2, 0, -rows % PANEL)
+    codes, scales = F.pad(codes, whole), F.pad(scales, whole)
+    panels = [
+        numbers.view(-1, PANEL, *numbers.shape[1:]).permute(0, 2, 3, 1).contiguous() for numbers in (codes, scales)
+    ]
+    return Packed("int4", rows, codes.shape[1] * GROUP, panels[0], panels[1], _float(bias))
 
 
 def _pairs(codes: Tensor) -> Tensor:
@@ -177,12 +166,14 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def packed(linear: nn.Module | Tensor, format: PanelFormat | Literal["auto"]) -> Packed:
-    """A linear layer. `auto` keeps the format of its weights; a frozen layer in int8 or NF4 keeps its codes."""
+    """A linear layer. `auto` keeps the format of its weights; a frozen layer in int8, int4 or NF4 keeps its codes."""
     assert isinstance(linear, nn.Linear | QuantizedLinear)
     bias = linear.bias
     if isinstance(linear, Int8) and format in ("auto", "int8"):
         codes = _transposed(linear.weight)
         return Packed("int8", linear.num_rows, codes.shape[1], codes, _filled(linear.scales), _float(bias))
+    if isinstance(linear, Int4) and format in ("auto", "int4"):
+        return _packed_int4(linear.weight, linear.scales, linear.num_rows, bias)
     if isinstance(linear, NF4) and format in ("auto", "nf4"):
         blocks = F.pad(linear.weight, (0, 0, 0, -linear.num_rows % PANEL)).view(
             -1, PANEL, linear._scales().shape[1], 32
@@ -345,11 +336,10 @@ class PagePool:
     def end(self, text: PagedText, ids: Sequence[int]) -> None:
         """A sequence leaves. Its pages are kept while there is room, the last one too."""
         self.advance(text, ids, text.length)
-        part = tuple(ids[PAGE * len(text.nodes) : text.length])
+        rest = tuple(ids[PAGE * len(text.nodes) : text.length])
         last = text.nodes[-1] if text.nodes else self._root
-        known = not part or any(_same(child.ids, part) == len(part) for child in last.children.values())
-        if not known:
-            self._add(text, part)
+        if rest and not any(child.ids[: len(rest)] == rest for child in last.children.values()):
+            self._add(text, rest)
         self._free += text.own
         for node in reversed(text.nodes):
             self._leave(node)
@@ -360,10 +350,10 @@ class PagePool:
         parent, page = text.nodes[-1] if text.nodes else self._root, text.own.pop(0)
         node = parent.children.get(ids)
         if node is None:
-            shorter = [one for one in parent.children.values() if one.ids == ids[: len(one.ids)]]
+            shorter = [child for child in parent.children.values() if child.ids == ids[: len(child.ids)]]
             node = parent.children[ids] = _Node(page, ids, parent)
-            for one in shorter:
-                self._remove(one)
+            for child in shorter:
+                self._remove(child)
         else:
             self._free.append(page)
         self._use(node)

@@ -69,7 +69,7 @@ class Drafter:
         for length, followers in zip(DRAFT_NGRAMS, self._followers, strict=True):
             begin = followers.get(tuple(ids[-length:]))
             if begin is not None:
-                period = len(ids) - begin  # a text that repeats itself goes on so
+                period = len(ids) - begin  # a text that repeats itself continues so
                 return [ids[begin + n % period] for n in range(count)]
         return []
 
@@ -90,16 +90,26 @@ class Completion:
 class Engine:
     """Decodes with one model, in the number format of its weights."""
 
-    def __init__(self, model: Transformer, num_ids: int, *, pack: bool = False, draft_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        num_ids: int,
+        *,
+        pack: bool = False,
+        draft_tokens: int = 0,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         """
         `num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said. `pack`
         copies the weights in the order of the compiled library, where there is memory for it: decoding on the CPU is
         then several times as fast. The weights must not change afterwards. With packed weights, `stream` guesses up to
         `draft_tokens` at once (see Drafter): the same tokens come, sooner where an answer repeats parts of the text.
+        Keys and values are then in `cache_dtype`: torch.float32 or torch.bfloat16. By default they are in float32 next
+        to weights in float32, and else in bfloat16.
         """
         self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context_length
-        self.decoder = Decoder.of(model) if pack and _fits(model) else None
+        self.decoder = Decoder.of(model, cache=cache_dtype) if pack and _fits(model) else None
         self.draft_tokens = draft_tokens
         self.drafter()  # which checks the number
 
@@ -269,8 +279,8 @@ class PackedRows:
         positions = [self.lengths[row] for row in rows]
         positions += range(positions[0] + 1, positions[0] + 1 + len(drafts))
         every = [*rows, *(rows[0] for _ in drafts)]
-        found = self.decoder.step([*ids, *drafts], every, positions, self.pages, self.memory, range(len(every)))
-        logits = found[:, : self.num_ids]
+        logits = self.decoder.step([*ids, *drafts], every, positions, self.pages, self.memory, range(len(every)))
+        logits = logits[:, : self.num_ids]
         check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
         for row in rows:
             self.lengths[row] += 1

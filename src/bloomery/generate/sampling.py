@@ -11,7 +11,6 @@ nearest to the entropy (Meister et al. 2022, https://arxiv.org/abs/2202.00666).
 V is the number of token IDs, C a number of candidates, B of sequences.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from jaxtyping import Bool, Float, Int
@@ -25,8 +24,8 @@ from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
 """Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
-FEW = 256
-"""Candidates of top-p that are tried before all IDs are sorted, which takes longer than a step of a small model."""
+FEW, MORE = 256, 4096
+"""Candidates of top-p and typical-p that are tried before all IDs are sorted, which takes as long as a small model."""
 
 
 class Sampler:
@@ -47,8 +46,10 @@ class Sampler:
             0.0,
             0.0,
         )
-        self._counts: Counter[int] | None = Counter() if counted else None
+        self._counts: Float[Tensor, " V"] | None = None
+        """How often each ID occurs in the window; made for the first choice."""
         self._followers: dict[tuple[int, ...], set[int]] | None = {} if sampling.no_repeat_ngram else None
+        self._is_counted = counted
         self.reads_text = counted or self._followers is not None
         self.changes_logits = self.reads_text or bool(sampling.logit_bias)
         self._text: list[int] = []
@@ -70,15 +71,16 @@ class Sampler:
             return
         self._text.append(id)
         if self._counts is not None:
-            self._counts[id] += 1
             window = self.sampling.penalty_window
+            self._count(id, 1)
             if window and len(self._text) > window:
-                gone = self._text[-1 - window]
-                self._counts[gone] -= 1
-                if not self._counts[gone]:
-                    del self._counts[gone]
+                self._count(self._text[-1 - window], -1)
         if self._followers is not None and len(self._text) >= (n := self.sampling.no_repeat_ngram):
             self._followers.setdefault(tuple(self._text[len(self._text) - n : -1]), set()).add(id)
+
+    def _count(self, id: int, times: int) -> None:
+        if self._counts is not None and id < len(self._counts):
+            self._counts[id] += times
 
     def choose(self, logits: Float[Tensor, " V"], allowed: Bool[Tensor, " V"] | None = None) -> int:
         """
@@ -104,8 +106,11 @@ class Sampler:
         logits = logits.clone()
         if self._bias is not None:
             logits[self._bias[0]] += self._bias[1]
-        if self._counts:
-            self._penalize(logits, self._counts)
+        if self._is_counted:
+            if self._counts is None:
+                window = torch.tensor(self._text[-self.sampling.penalty_window :], dtype=torch.long)
+                self._counts = torch.bincount(window[window < len(logits)], minlength=len(logits)).to(logits.dtype)
+            logits = self._penalized(logits, self._counts)
         if allowed is not None:
             logits[~allowed] = -torch.inf
             if not bool(allowed.any()):
@@ -124,13 +129,12 @@ class Sampler:
         last = tuple(self._text[len(self._text) - before :])
         return [id for id in self._followers.get(last, ()) if id < num_ids]
 
-    def _penalize(self, logits: Float[Tensor, " V"], counts: Counter[int]) -> None:
-        sampling = self.sampling
-        numbers = torch.tensor([pair for pair in counts.items() if pair[0] < len(logits)], dtype=torch.long).view(-1, 2)
-        ids, times = numbers[:, 0], numbers[:, 1]
-        some, factor = logits[ids], sampling.repetition_penalty
-        some = torch.where(some < 0, some * factor, some / factor)
-        logits[ids] = some - sampling.presence_penalty - sampling.frequency_penalty * times
+    def _penalized(self, logits: Float[Tensor, " V"], counts: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        sampling, occurred = self.sampling, counts > 0
+        if (factor := sampling.repetition_penalty) != 1.0:
+            repeated = torch.where(logits < 0, logits * factor, logits / factor)
+            logits = torch.where(occurred, repeated, logits)
+        return logits - sampling.presence_penalty * occurred - sampling.frequency_penalty * counts
 
 
 def choose_each(
@@ -175,10 +179,11 @@ def _likeliest(scaled: Float[Tensor, " V"], sampling: SamplingConfig) -> tuple[T
         total = (ordered - ordered[0]).exp().sum()
     else:
         total = (scaled - scaled.max()).exp().sum()
-        least = torch.topk(scaled, min(FEW, len(scaled))).values[-1]
-        ordered, ids = _sorted(scaled, scaled >= least)
-        if float((ordered - ordered[0]).exp().sum()) < sampling.top_p * float(total):
-            ordered, ids = torch.sort(scaled, descending=True, stable=True)
+        for count in (FEW, MORE, len(scaled)):
+            least = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
+            ordered, ids = _sorted(scaled, scaled >= least)
+            if count >= len(scaled) or float((ordered - ordered[0]).exp().sum()) >= sampling.top_p * float(total):
+                break
     if sampling.top_p < 1.0:
         chances = (ordered - ordered[0]).exp() / total
         ahead = chances.cumsum(-1) - chances  # what the likelier ones already reach
@@ -199,9 +204,13 @@ def _typical(chances: Float[Tensor, " C"], mass: float) -> Float[Tensor, " C"]:
     surprise = -chances.log()
     entropy = torch.where(chances > 0, chances * surprise, 0.0).sum()
     far = (surprise - entropy).abs()
-    ordered, order = torch.sort(far, stable=True)
-    last = int((chances[order].cumsum(-1) < mass).sum())
-    return torch.where(far <= ordered[min(last, len(ordered) - 1)], chances, 0.0)
+    for count in (FEW, MORE, len(far)):
+        nearest, order = torch.topk(far, min(count, len(far)), largest=False)
+        reached = chances[order].cumsum(-1)
+        if count >= len(far) or float(reached[-1]) >= mass:
+            break
+    last = int((reached < mass).sum())
+    return torch.where(far <= nearest[min(last, len(nearest) - 1)], chances, 0.0)
 
 
 def _drawn(chances: Float[Tensor, " C"], generator: torch.Generator | None) -> int:

@@ -1,6 +1,6 @@
 """
 Serves many requests with one model at once: requests join and leave between steps, and each gets its tokens as a
-stream. One thread computes all steps. The token IDs of a request do not depend on the requests beside it.
+stream. One thread computes all steps. The token IDs of a request do not depend on the other requests.
 
 V is the number of token IDs.
 """
@@ -182,7 +182,7 @@ class _Sequence:
         return len(self.ids) - self.text.length
 
 
-Found = list[tuple[_Sequence, Tensor | Exception]]
+Ready = list[tuple[_Sequence, Tensor | Exception]]
 """
 Logits of sequences whose next tokens can be chosen: after the last ID, and after each draft. Or the error of a sequence
 that was computed alone.
@@ -211,10 +211,10 @@ class _PagedSteps:
     def end(self, sequence: _Sequence) -> None:
         self.pool.end(sequence.text, sequence.ids)
 
-    def step(self, running: Sequence[_Sequence]) -> tuple[Found, list[_Sequence]]:
+    def step(self, running: Sequence[_Sequence]) -> tuple[Ready, list[_Sequence]]:
         """Logits of sequences, and the sequences that made room and wait again. `running` is in order of arrival."""
         parts, left = self._parts(running)
-        ids, rows, positions, wanted = list[int](), list[int](), list[int](), list[int]()
+        ids, rows, positions, outputs = list[int](), list[int](), list[int](), list[int]()
         for row, (sequence, count) in enumerate(parts):
             begin, before = sequence.text.length, len(ids)
             ids += sequence.ids[begin : begin + count]
@@ -222,20 +222,20 @@ class _PagedSteps:
             rows += [row] * count
             positions += range(begin, begin + count)
             if begin + count >= len(sequence.ids):
-                wanted += range(before + count - 1 - len(sequence.drafts), before + count)
+                outputs += range(before + count - 1 - len(sequence.drafts), before + count)
         pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
         for row, (sequence, _) in enumerate(parts):
             pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
-        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, wanted)[:, : self.num_ids]
+        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs)[:, : self.num_ids]
         self.computed_tokens += len(ids)
-        found: Found = []
+        ready: Ready = []
         for sequence, count in parts:
             if sequence.text.length + count >= len(sequence.ids):
                 some, logits = logits[: 1 + len(sequence.drafts)], logits[1 + len(sequence.drafts) :]
-                found.append((sequence, some))
+                ready.append((sequence, some))
             else:
                 self.pool.advance(sequence.text, sequence.ids, sequence.text.length + count)
-        return found, left
+        return ready, left
 
     def advance(self, sequence: _Sequence, length: int) -> None:
         """So many of a sequence's IDs are computed; drafts behind them were wrong."""
@@ -258,7 +258,7 @@ class _PagedSteps:
             else:
                 prompt_tokens -= count
             while sequence not in left and not self.pool.grow(text, text.length + count):
-                newest = next(one for one in reversed(running) if one not in left)
+                newest = next(other for other in reversed(running) if other not in left)
                 self.end(newest)
                 left.append(newest)
             if sequence not in left and count:
@@ -285,8 +285,8 @@ class _ModelSteps:
     def advance(self, sequence: _Sequence, length: int) -> None:
         sequence.text.length = length
 
-    def step(self, running: Sequence[_Sequence]) -> tuple[Found, list[_Sequence]]:
-        found: Found = []
+    def step(self, running: Sequence[_Sequence]) -> tuple[Ready, list[_Sequence]]:
+        ready: Ready = []
         for sequence in running:
             assert sequence.rows is not None
             self.computed_tokens += sequence.open_tokens
@@ -294,10 +294,10 @@ class _ModelSteps:
             try:
                 logits = sequence.rows.begin() if begins else sequence.rows.extend([0], sequence.ids[-1:])
             except Exception as error:
-                found.append((sequence, error))
+                ready.append((sequence, error))
                 continue
-            found.append((sequence, logits.cpu()))
-        return found, []
+            ready.append((sequence, logits.cpu()))
+        return ready, []
 
 
 class Scheduler:
@@ -362,9 +362,9 @@ class Scheduler:
         Get a request in line. `notify` is called by the scheduler's thread after each token and at the end; it must
         return at once and raise nothing.
 
-        Raises DataError for a prompt that is empty or fills the context, for a setting that this model cannot take, and
-        for a prompt and answer that are too long for the memory; RunError where too many requests wait, and after
-        `close`.
+        Raises DataError for a prompt that is empty or fills the context, and for a setting that this model cannot take.
+        The same for a prompt and answer that are too long for the memory. Raises RunError where too many requests wait,
+        and after `close`.
         """
         self.engine.check(request.ids, request.sampling)
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -450,12 +450,12 @@ class Scheduler:
     def _step(self) -> None:
         if not self._running:
             return
-        found, left = self._steps.step(self._running)
+        ready, left = self._steps.step(self._running)
         if left:
-            self._running = [one for one in self._running if one not in left]
+            self._running = [sequence for sequence in self._running if sequence not in left]
             with self._wake:
-                self._waiting.extendleft(sorted(left, key=lambda one: one.arrived, reverse=True))
-        for sequence, logits in found:
+                self._waiting.extendleft(left)  # the newest comes first, and so behind the others
+        for sequence, logits in ready:
             try:
                 reason = self._say(sequence, logits)
             except Exception as error:  # of this sequence alone: its constraint, or logits that are not finite

@@ -1,20 +1,22 @@
 """
-Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by rows, and 4-bit NormalFloat by blocks.
+Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by rows, int4 by groups, and 4-bit
+NormalFloat by blocks.
 
 Each matmul dequantises the matrix again, forward and backward, so the dense matrix is never kept. Gradients equal those
 of a dense layer with the same numbers, bit for bit. Some GPUs are faster with Bloomery's own kernel, which dequantises
 tile by tile. There the gradients differ only by the order of sums.
 
-Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row.
+Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row, G groups of 32 in a row.
 """
 
 from functools import cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import ConfigError
 from bloomery.model.config import Base
 from bloomery.model.kernels import triton
 
@@ -24,6 +26,10 @@ from torch import Tensor, nn
 
 BLOCK = 64
 """Weights that share a scale. Blocks do not reach over rows, so that a matrix can be cut by rows."""
+GROUP = 32
+"""Weights that share a factor and an offset in int4."""
+LARGEST = 65504.0
+"""Of float16."""
 NUMBERS_AT_ONCE = 2**22
 """Of a matrix, while it is quantized."""
 SCALES = 256
@@ -133,6 +139,60 @@ class Int8(QuantizedLinear):
         return (self.weight * self.scales).to(dtype)
 
 
+class Int4(QuantizedLinear):
+    """
+    w = factor · code + offset of the group of 32, with codes from 0 to 15. Factors and offsets are in float16.
+
+    A byte has the codes of k in its low bits and of k + 16 in its high ones, as in the blocks Q4_0 and Q4_1 of GGUF.
+    """
+
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        weight, at_once = linear.weight.detach(), max(1, NUMBERS_AT_ONCE // self.width)
+        parts = [int4_groups(rows) for rows in torch.split(weight, at_once)]
+        self.register_buffer("weight", torch.cat([codes for codes, _ in parts]))
+        self.register_buffer("scales", torch.cat([scales for _, scales in parts]))
+
+    @classmethod
+    def of(cls, codes: UInt8[Tensor, "R G 16"], scales: Float[Tensor, "R G 2"]) -> "Int4":
+        """Codes and scales that are there already, of whole groups."""
+        layer = cls.__new__(cls)
+        QuantizedLinear.__init__(layer, nn.Linear(codes.shape[1] * GROUP, len(codes), bias=False, device="meta"))
+        layer.register_buffer("weight", codes)
+        layer.register_buffer("scales", scales)
+        return layer
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        codes = torch.cat((self.weight & 15, self.weight >> 4), 2).float()
+        factor, offset = self.scales.float()[..., None, :].unbind(-1)
+        return (codes * factor + offset).flatten(1)[:, : self.width].to(dtype)
+
+
+def int4_groups(weight: Float[Tensor, "R D"]) -> tuple[UInt8[Tensor, "R G 16"], Float[Tensor, "R G 2"]]:
+    """
+    Codes and scales of Int4, from the smallest and the largest number of each group. Raises ConfigError for numbers
+    that float16 cannot hold.
+    """
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
+    low, high = groups.amin(2), groups.amax(2)
+    if (largest := float(torch.maximum(high, -low).max())) > LARGEST:
+        what = f"the largest weight is {largest:.3g}, and int4 holds up to {LARGEST:,.0f}"
+        raise ConfigError(what, hint="Load the model with --dtype bfloat16.")
+    # Factors are rounded up, so that the largest number of a group keeps the last code.
+    low = low.half().float()
+    factor = ((high - low) / 15).half()
+    factor = torch.where(
+        factor.float() < (high - low) / 15, torch.nextafter(factor, factor.new_tensor(torch.inf)), factor
+    )
+    codes = (
+        torch.round((groups - low[..., None]) / factor.float().clamp_min(1e-30)[..., None]).clamp(0, 15).to(torch.uint8)
+    )
+    first, second = codes.chunk(2, dim=2)
+    return first | second << 4, torch.stack((factor, low.half()), 2)
+
+
 class NF4(QuantizedLinear):
     """w = scale of the block · one of 16 numbers; two codes a byte, and a byte becomes two numbers by one look-up."""
 
@@ -200,8 +260,8 @@ class NF4(QuantizedLinear):
         return self.scales * far + self.coarse[-1]
 
 
-def frozen(linear: nn.Linear, base: Base) -> QuantizedLinear:
-    """A linear layer that never changes, in the format that a recipe names."""
+def frozen(linear: nn.Linear, base: Base | Literal["int4"]) -> QuantizedLinear:
+    """A linear layer that never changes, in the format that a recipe or --dtype names."""
     match base:
         case "float32":
             return UnquantizedLinear(linear, torch.float32)
@@ -209,11 +269,13 @@ def frozen(linear: nn.Linear, base: Base) -> QuantizedLinear:
             return UnquantizedLinear(linear, torch.bfloat16)
         case "int8":
             return Int8(linear)
+        case "int4":
+            return Int4(linear)
         case "nf4" | "nf4_double":
             return NF4(linear, double=base == "nf4_double")
 
 
-def frozen_weight(weight: Float[Tensor, "R D"], base: Base) -> QuantizedLinear:
+def frozen_weight(weight: Float[Tensor, "R D"], base: Base | Literal["int4"]) -> QuantizedLinear:
     """As `frozen`, of a matrix alone."""
     linear = nn.Linear(1, 1, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

@@ -25,6 +25,20 @@
 namespace {
 
 constexpr int64_t PANEL = 16, GROUP = 32, BLOCK = 64, PAGE = 32;
+
+struct Float16 {
+    uint16_t bits;
+};
+
+// The exponents of float16 are 112 below those of float32; a product moves them, of denormal numbers too.
+INLINE float load(const Float16 *at) {
+    const uint32_t most = uint32_t(at->bits & 0x7FFF) << 13;
+    float value;
+    std::memcpy(&value, &most, 4);
+    value *= 5192296858534827628530496329220096.0f;  // 2**112
+    return at->bits & 0x8000 ? -value : value;
+}
+
 // The numbers of NF4, of model/quantize.py.
 alignas(64) constexpr float NF4[16] = {-1.0f, -0.696192801f, -0.525072932f, -0.394917428f,
                                         -0.284441322f, -0.1847734f, -0.0910499766f, 0.0f,
@@ -37,7 +51,7 @@ extern "C" {
 
 enum Format : int64_t { IN_FLOAT32, IN_BFLOAT16, IN_INT8, IN_INT4, IN_NF4 };
 
-// y = W x + bias. scales: of rows (int8), of groups by rows (int4: bfloat16 [panel, group, 2, 16], the factor and what is
+// y = W x + bias. scales: of rows (int8), of groups by rows (int4: float16 [panel, group, 2, 16], the factor and what is
 // added), of blocks by rows (NF4: bfloat16 [panel, block, 16]).
 struct Matrix {
     int64_t format, rows, width;

@@ -23,6 +23,7 @@ INLINE Floats floats(Words bits) {
 INLINE Floats read(const Bfloat16 *at) {
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
 }
+INLINE Floats read(const Float16 *at) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 INLINE Floats read(const int8_t *at) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
@@ -34,6 +35,7 @@ INLINE Floats converted(Words numbers) { return (Floats)_mm512_cvtepi32_ps((__m5
 INLINE Floats read(const Bfloat16 *at) {
     return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16);
 }
+INLINE Floats read(const Float16 *at) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
 INLINE Floats read(const int8_t *at) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
@@ -43,6 +45,11 @@ INLINE Words words(Bytes some) { return (Words)_mm256_cvtepu8_epi32(some); }
 INLINE Floats converted(Words numbers) { return (Floats)_mm256_cvtepi32_ps((__m256i)numbers); }
 #else
 INLINE Floats read(const Bfloat16 *at) {
+    Floats value;
+    for (int i = 0; i < LANES; i++) value[i] = load(at + i);
+    return value;
+}
+INLINE Floats read(const Float16 *at) {
     Floats value;
     for (int i = 0; i < LANES; i++) value[i] = load(at + i);
     return value;
@@ -103,7 +110,7 @@ INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, flo
     const int64_t groups = m.width / GROUP;
     Sums<P, T> sums;
     const uint8_t *codes = (const uint8_t *)m.codes + first * groups * PANEL * GROUP / 2;
-    const Bfloat16 *scales = (const Bfloat16 *)m.scales + first * groups * 2 * PANEL;
+    const Float16 *scales = (const Float16 *)m.scales + first * groups * 2 * PANEL;
     for (int64_t group = 0; group < groups; group++, codes += PANEL * GROUP / 2, scales += 2 * PANEL)
         for (int s = 0; s < SPLIT; s++) {
             Floats part[P][T] = {};
@@ -117,7 +124,7 @@ INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, flo
                     }
                 }
             for (int p = 0; p < P; p++) {
-                const Bfloat16 *const at = scales + p * groups * 2 * PANEL + s * LANES;
+                const Float16 *const at = scales + p * groups * 2 * PANEL + s * LANES;
                 for (int t = 0; t < T; t++)
                     sums.at[p][s][t] += part[p][t] * read(at) + x[t][m.width + group] * read(at + PANEL);
             }

@@ -49,8 +49,11 @@ THEIRS = {
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 """Whether it can be is for ModelConfig to say."""
 NumberFormat = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
-"""How weights are kept in memory. auto: as in their file; blocks of a quantized GGUF file become bfloat16."""
+LoadFormat = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "nf4"]
+"""
+How weights are kept in memory. auto: as in their file; blocks of a quantized GGUF file become bfloat16. int4 keeps the
+blocks Q4_0 and Q4_1 as they are.
+"""
 
 
 class ConfigFile(TypedDict, total=False):
@@ -187,7 +190,12 @@ def filled(
     _of_one_size(opened.config, opened.rows, tensors)
     model = on_meta(opened.config, num_ids)
     kept_as = kept_as_in(dtype, opened)
+    stored = _own_blocks(model, opened) if kept_as == "int4" and change is None else {}
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
+        if opened.gguf is not None and name in stored:
+            codes, scales = opened.gguf.tensors.int4_blocks(stored[name])
+            _put_frozen(model, name, quantize.Int4.of(codes, scales).to(device))
+            continue
         put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
         if weight.numel() >= quantize.NUMBERS_AT_ONCE:
             return_freed_memory()  # quantizing leaves gaps, as large as the model
@@ -197,7 +205,35 @@ def filled(
     return model
 
 
-def kept_as_in(dtype: LoadFormat, opened: OpenedModel) -> Base | Literal["float16"]:
+def _own_blocks(model: Transformer, opened: OpenedModel) -> dict[str, str]:
+    """The matrices of blocks that a GGUF file has in blocks of Int4, and their names there; none that it has as one."""
+    if opened.gguf is None:
+        return {}
+    return {
+        piece.ours[0]: piece.theirs
+        for piece in opened.kind.pieces(list(own_weights(model)))
+        if len(piece.ours) == 1 and not piece.transposed
+        if _is_in_block(model, piece.ours[0]) and opened.gguf.tensors.has_int4_blocks(piece.theirs)
+    }
+
+
+def _is_in_block(model: Transformer, name: str) -> bool:
+    """Whether a weight is a matrix that may be quantized."""
+    path, _, leaf = name.rpartition(".")
+    return isinstance(model.get_submodule(path), nn.Linear) and leaf == "weight" and path != "head"
+
+
+def _put_frozen(model: Transformer, name: str, frozen: quantize.QuantizedLinear) -> None:
+    """Put a frozen matrix where a model has a linear layer, whose bias stays."""
+    path = name.rpartition(".")[0]
+    module = model.get_submodule(path)
+    assert isinstance(module, nn.Linear)
+    frozen.bias = None if module.bias is None else module.bias.detach()
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, frozen)
+
+
+def kept_as_in(dtype: LoadFormat, opened: OpenedModel) -> Base | Literal["float16", "int4"]:
     """The format that weights are kept in: that of the embedding in the files where it is to be theirs."""
     if dtype != "auto":
         return dtype
@@ -215,13 +251,9 @@ def put_weight(
     is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
     plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
     form = plain if is_matrix else torch.float32
-    in_block = isinstance(module, nn.Linear) and leaf == "weight" and path != "head"
-    if in_block and (kept_as in ("int8", "nf4") or base != "float32"):
+    if _is_in_block(model, name) and (kept_as in ("int8", "int4", "nf4") or base != "float32"):
         frozen = quantize.frozen_weight(weight.to(device), base if base != "float32" else kept_as)  # type: ignore[arg-type]
-        assert isinstance(module, nn.Linear)
-        frozen.bias = None if module.bias is None else module.bias.detach()
-        parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, frozen)
+        _put_frozen(model, name, frozen)
         return
     ready = rounded(name, weight, form, name).to(device)
     if isinstance(module, quantize.QuantizedLinear):
