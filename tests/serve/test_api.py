@@ -60,7 +60,7 @@ class Site(NamedTuple):
     models: Loaded
 
     def post(self, route: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + route, json={"model": "chats", **body}, timeout=120)
+        return httpx.post(self.url + route, json={"model": "chats", **body}, timeout=600)
 
 
 def with_tools(loaded: hf.Loaded) -> hf.Loaded:

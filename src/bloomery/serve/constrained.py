@@ -280,7 +280,8 @@ class ToolFormat:
 
     def form(self, tools: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Form:
         """
-        Exactly one call of one of the tools, with no argument that its schema does not name. `special` are the IDs of special tokens by their names.
+        Exactly one call of one of the tools, with no argument that its schema does not name. `special` are the IDs of
+        special tokens by their names.
         """
         choices = []
         for index, tool in enumerate(tools):
