@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import RunError
-from bloomery.serve.chat_model import Asked, FinishReason, ModelInfo, StoppedError, TextChunk, check_conversation
+from bloomery.serve.chat_model import Asked, AnswerEnd, ModelInfo, StoppedError, TextChunk, check_conversation
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'
 
@@ -47,7 +47,7 @@ class FakeAnswerer:
         began = time.monotonic()
         try:
             words = self._words(messages)
-            finish: FinishReason = "stop" if len(words) <= sampling.max_tokens else "length"
+            finish: AnswerEnd = "stop" if len(words) <= sampling.max_tokens else "length"
             for place, word in enumerate(words[: sampling.max_tokens]):
                 if place == 2 and messages[-1]["content"] == "break":
                     raise ValueError("a bug in the engine")

@@ -38,7 +38,7 @@ from bloomery.weights.hf import Loaded, LoadFormat
 
 import torch
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+AnswerEnd = Literal["stop", "length", "tool_calls"]
 """Why an answer ended: the model ended it (or a stop string did), there was no room for more, or it calls tools."""
 
 ANSWERED_ROLES = ("user", "tool")
@@ -103,7 +103,7 @@ class TextChunk:
 
     text: str
     tokens: int
-    finish: FinishReason | None = None
+    finish: AnswerEnd | None = None
     index: int = 0
     scores: tuple[TokenScore, ...] = ()
     calls: tuple[ToolCall, ...] = ()
@@ -551,7 +551,7 @@ class ChoiceStream:
         calls: "ToolText | None",
     ) -> None:
         self.index, self.ticket, self.finish = index, ticket, None
-        self.finish: FinishReason | None
+        self.finish: AnswerEnd | None
         self.num_tokens = 0
         self._model, self._text, self._calls = model, text, calls
         self._echo = TextChunk(prompt.text, 0, None, index, prompt.scores) if prompt.text or prompt.scores else None
@@ -595,7 +595,7 @@ class ChoiceStream:
             return self._calls.shown(self._model.special_names[id])
         return self._model.words.tokenizer.decode_bytes([id])
 
-    def _end(self, tokens: int, finish: FinishReason, shown: str | None = None) -> TextChunk:
+    def _end(self, tokens: int, finish: AnswerEnd, shown: str | None = None) -> TextChunk:
         text = self._text.end() if shown is None else shown
         self.finish = "stop" if self._text.stopped else finish
         calls: tuple[ToolCall, ...] = ()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import readable
-from bloomery.serve.chat_model import Asked, FinishReason, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
+from bloomery.serve.chat_model import Asked, AnswerEnd, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
 from bloomery.serve.constrained import ToolCall
 from bloomery.serve.openai_api import TokenizeRequest
 
@@ -132,7 +132,7 @@ class ChatReply(_Counted):
         self,
         index: int,
         delta: dict[str, Any],
-        finish: FinishReason | None = None,
+        finish: AnswerEnd | None = None,
         scores: Sequence[TokenScore] = (),
         more: Mapping[str, Any] | None = None,
     ) -> str:
@@ -191,7 +191,7 @@ class CompletionReply(_Counted):
         yield DONE
 
     def _choice(
-        self, index: int, text: str, finish: FinishReason | None, scores: Sequence[TokenScore]
+        self, index: int, text: str, finish: AnswerEnd | None, scores: Sequence[TokenScore]
     ) -> dict[str, Any]:
         logprobs = None
         if self.scored:
@@ -223,7 +223,7 @@ class ResponsesReply(_Counted):
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""
     _events: int = 0
-    _finish: FinishReason | None = None
+    _finish: AnswerEnd | None = None
 
     def whole(self, pieces: Sequence[TextChunk]) -> dict[str, Any]:
         for piece in pieces:
