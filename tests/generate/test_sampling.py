@@ -21,7 +21,7 @@ from transformers import (
 
 from bloomery.core.chat import ABOVE_ZERO, LIMITS, MAX_BIASES, SamplingConfig, sampling_of
 from bloomery.core.errors import DataError
-from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, MORE, Sampler, choose_each, distribution
+from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, MORE, TokenSampler, choose_each, distribution
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ scores = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=
 
 
 def choose(logits: Tensor, sampling: SamplingConfig, seen: Sequence[int] = (), seed: int = 0) -> int:
-    return Sampler(sampling, seen, seed).choose(logits)
+    return TokenSampler(sampling, seen, seed).choose(logits)
 
 
 def draws(logits: Tensor, count: int, *, seed: int = 0, **how: Any) -> list[int]:
     how.setdefault("temperature", 1.0)
-    sampler = Sampler(SamplingConfig(**how), seed=seed)
+    sampler = TokenSampler(SamplingConfig(**how), seed=seed)
     return [sampler.choose(logits) for _ in range(count)]
 
 
@@ -231,7 +231,7 @@ def test_penalties_subtract_once_and_once_for_each_time_in_their_window(
         repetition_penalty=repetition,
         penalty_window=window,
     )
-    sampler = Sampler(how, prompt)
+    sampler = TokenSampler(how, prompt)
     for id in answer:
         sampler.accept(id)
     counts = Counter([*prompt, *answer][-window:] if window else [*prompt, *answer])
@@ -245,13 +245,13 @@ def test_penalties_subtract_once_and_once_for_each_time_in_their_window(
 
 
 def test_a_text_counts_what_was_chosen() -> None:
-    sampler = Sampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [0])
+    sampler = TokenSampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [0])
     assert [sampler.choose(torch.tensor([4.0, 3.0, 2.0, 1.0])) for _ in range(4)] == [1, 2, 3, 0]
 
 
 def test_settings_that_read_no_text_keep_none() -> None:
     for how in ({}, {"logit_bias": ((1, 2.0),)}, {"top_p": 0.5, "typical_p": 0.5}, {"penalty_window": 9}):
-        sampler = Sampler(SamplingConfig(**how), range(50))
+        sampler = TokenSampler(SamplingConfig(**how), range(50))
         sampler.accept(3)
         assert not sampler._text
 
@@ -260,9 +260,9 @@ def test_only_what_is_allowed_is_chosen() -> None:
     allowed = torch.tensor([False, True, True, False])
     logits = torch.tensor([9.0, 1.0, 2.0, 9.0])
     for how in ({"temperature": 0.0}, {"temperature": 9.0}, {"temperature": 1.0, "top_k": 1}, {"top_p": 0.1}):
-        sampler = Sampler(SamplingConfig(**how), seed=1)
+        sampler = TokenSampler(SamplingConfig(**how), seed=1)
         assert {sampler.choose(logits, allowed) for _ in range(30)} <= {1, 2}
-    banned = Sampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [1, 2])
+    banned = TokenSampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [1, 2])
     assert banned.choose(logits, allowed) == 2
     with pytest.raises(DataError, match="no token may follow"):
         banned.choose(logits, torch.zeros(4, dtype=torch.bool))
@@ -277,9 +277,9 @@ def test_rows_with_samplers_of_their_own_get_what_each_gets_alone() -> None:
         SamplingConfig(repetition_penalty=1.5),
     ]
     allowed = [None, None, torch.arange(50) > 40, None]
-    alone = [Sampler(how, [1, 2], 5).choose(row, one) for how, row, one in zip(hows, logits, allowed, strict=True)]
-    assert choose_each(logits, [Sampler(how, [1, 2], 5) for how in hows], allowed) == alone
-    greedy = [Sampler(hows[0]) for _ in range(4)]
+    alone = [TokenSampler(how, [1, 2], 5).choose(row, one) for how, row, one in zip(hows, logits, allowed, strict=True)]
+    assert choose_each(logits, [TokenSampler(how, [1, 2], 5) for how in hows], allowed) == alone
+    greedy = [TokenSampler(hows[0]) for _ in range(4)]
     assert choose_each(logits, greedy) == logits.argmax(-1).tolist()
 
 

@@ -218,7 +218,7 @@ class Pages:
 
 
 @dataclass(eq=False)
-class _Node:
+class _PageNode:
     """
     A page whose tokens are known, in the tree of all texts whose keys and values are there. The path from the root has
     all tokens before them. A page of fewer than PAGE tokens has no children, and no text uses it: it is copied.
@@ -226,8 +226,8 @@ class _Node:
 
     page: int
     ids: tuple[int, ...]
-    parent: "_Node | None"
-    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+    parent: "_PageNode | None"
+    children: dict[tuple[int, ...], "_PageNode"] = field(default_factory=dict)
     users: int = 0
 
 
@@ -235,7 +235,7 @@ class _Node:
 class PagedText:
     """The pages of a sequence: those of the tree, then its own, which come into the tree once they are full."""
 
-    nodes: list[_Node] = field(default_factory=list)
+    nodes: list[_PageNode] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     length: int = 0
     """Tokens whose keys and values are in the pages."""
@@ -260,8 +260,8 @@ class PagePool:
     def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
         self.memory, self.count = Pages(config, count, dtype), count
         self._free = list(range(count - 1, -1, -1))
-        self._root = _Node(-1, (), None)
-        self._unused: dict[_Node, None] = {}
+        self._root = _PageNode(-1, (), None)
+        self._unused: dict[_PageNode, None] = {}
         """Nodes without users, the least recently used first. A node is behind its children, so the first has none."""
 
     @staticmethod
@@ -288,7 +288,7 @@ class PagePool:
         self._copy_part(text, ids[text.length : len(ids) - 1])
         return text
 
-    def _path(self, ids: Sequence[int]) -> list[_Node]:
+    def _path(self, ids: Sequence[int]) -> list[_PageNode]:
         """Nodes of the longest known beginning in full pages, without the last ID."""
         node, path = self._root, []
         for begin in range(0, len(ids) - PAGE, PAGE):
@@ -351,7 +351,7 @@ class PagePool:
         node = parent.children.get(ids)
         if node is None:
             shorter = [child for child in parent.children.values() if child.ids == ids[: len(child.ids)]]
-            node = parent.children[ids] = _Node(page, ids, parent)
+            node = parent.children[ids] = _PageNode(page, ids, parent)
             for child in shorter:
                 self._remove(child)
         else:
@@ -359,11 +359,11 @@ class PagePool:
         self._use(node)
         text.nodes.append(node)
 
-    def _use(self, node: _Node) -> None:
+    def _use(self, node: _PageNode) -> None:
         node.users += 1
         self._unused.pop(node, None)
 
-    def _leave(self, node: _Node) -> None:
+    def _leave(self, node: _PageNode) -> None:
         node.users -= 1
         if not node.users:
             self._unused[node] = None
@@ -374,7 +374,7 @@ class PagePool:
             self._remove(node)
         return node is not None
 
-    def _remove(self, node: _Node) -> None:
+    def _remove(self, node: _PageNode) -> None:
         assert not node.users
         assert not node.children
         assert node.parent is not None

@@ -15,7 +15,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
-from bloomery.generate.sampling import Sampler, choose_each
+from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
 from bloomery.model.quantize import kept_bytes
@@ -122,10 +122,10 @@ class Engine:
         Raises DataError for a prompt that is empty or leaves no room in the context.
         """
         self.check(ids, sampling)
-        sampler = Sampler(sampling, ids)
+        sampler = TokenSampler(sampling, ids)
         room = min(sampling.max_tokens, self.context - len(ids))
         rows = self.rows([ids], [room])
-        if isinstance(rows, PackedRows) and self.draft_tokens:
+        if isinstance(rows, PackedBatch) and self.draft_tokens:
             yield from self._stream_drafted(list(ids), rows, sampler, room, stop_ids)
             return
         logits = rows.begin()
@@ -137,7 +137,7 @@ class Engine:
             logits = rows.extend([0], [chosen])
 
     def _stream_drafted(
-        self, ids: list[int], rows: "PackedRows", sampler: Sampler, room: int, stop_ids: frozenset[int]
+        self, ids: list[int], rows: "PackedBatch", sampler: TokenSampler, room: int, stop_ids: frozenset[int]
     ) -> Iterator[int]:
         drafter, drafts, end = self.drafter(), list[int](), len(ids) + room
         logits = rows.begin()
@@ -179,7 +179,7 @@ class Engine:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for begin in range(0, len(order), batch):
             group = order[begin : begin + batch]
-            samplers = [Sampler(sampling, prompts[i], None if seeds is None else seeds[i]) for i in group]
+            samplers = [TokenSampler(sampling, prompts[i], None if seeds is None else seeds[i]) for i in group]
             completions = self._generate([prompts[i] for i in group], sampling.max_tokens, samplers, stop_ids)
             done |= dict(zip(group, completions, strict=True))
         return [done[i] for i in range(len(prompts))]
@@ -188,7 +188,7 @@ class Engine:
         self,
         prompts: list[Sequence[int]],
         max_tokens: int,
-        samplers: list[Sampler],
+        samplers: list[TokenSampler],
         stop_ids: frozenset[int],
     ) -> list[Completion]:
         rooms = [min(max_tokens, self.context - len(prompt)) for prompt in prompts]
@@ -210,11 +210,11 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedRows | ModelRows":
+    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch":
         """Prompts that are decoded together, with memory for so many more tokens of each."""
         if self.decoder is None:
-            return ModelRows(self.model, self.num_ids, prompts, rooms)
-        return PackedRows(self.decoder, self.num_ids, prompts, rooms)
+            return ModelBatch(self.model, self.num_ids, prompts, rooms)
+        return PackedBatch(self.decoder, self.num_ids, prompts, rooms)
 
     @torch.inference_mode()
     def embed(self, ids: Sequence[int]) -> Float[Tensor, " D"]:
@@ -243,7 +243,7 @@ class Engine:
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
 
 
-class PackedRows:
+class PackedBatch:
     """Sequences that are decoded with packed weights. A sequence that has ended takes no more work."""
 
     def __init__(self, decoder: Decoder, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> None:
@@ -287,7 +287,7 @@ class PackedRows:
         return logits
 
 
-class ModelRows:
+class ModelBatch:
     """Sequences that are decoded by the model itself. All are computed until the last has ended."""
 
     def __init__(

@@ -28,7 +28,7 @@ FEW, MORE = 256, 4096
 """Candidates of top-p and typical-p that are tried before all IDs are sorted, which takes as long as a small model."""
 
 
-class Sampler:
+class TokenSampler:
     """Chooses the tokens of one sequence. It keeps of the text only what its settings read."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Sampler:
 
 
 def choose_each(
-    logits: Float[Tensor, "B V"], samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] = ()
+    logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler], allowed: Sequence[Tensor | None] = ()
 ) -> list[int]:
     """One token ID for each sequence, by its own sampler: what it would get alone. The logits are finite."""
     allowed = allowed or [None] * len(samplers)

@@ -19,15 +19,15 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
 from bloomery.generate.decoder import PAGE, Decoder, PagedText, PagePool, Pages
-from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelRows, check_finite
-from bloomery.generate.sampling import Sampler
+from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, check_finite
+from bloomery.generate.sampling import TokenSampler
 from bloomery.hw.device import find
 from bloomery.hw.host import Host, free_bytes
 
 import torch
 from torch import Tensor
 
-Finish = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled"]
 """The model or its constraint ended the answer; there was no room for more; or somebody ended it."""
 MAX_TOP_LOGPROBS = 20
 PART_TOKENS = 32
@@ -102,7 +102,7 @@ class Ticket:
         self.prompt_tokens = len(request.ids)
         self.cached_tokens = 0
         """Of the prompt, whose keys and values were there. Known when the first token is."""
-        self.finish_reason: Finish | None = None
+        self.finish_reason: FinishReason | None = None
         """Known when the last token is."""
         self.timings = Timings()
         self._notify = notify
@@ -147,7 +147,7 @@ class Ticket:
         if self._notify is not None:
             self._notify()
 
-    def _end(self, reason: Finish | None, error: Exception | None = None) -> None:
+    def _end(self, reason: FinishReason | None, error: Exception | None = None) -> None:
         with self._changed:
             if self._ended:
                 return
@@ -162,7 +162,7 @@ class _Sequence:
     """A request that is computed: its text so far, and where its answer may end."""
 
     ticket: Ticket
-    sampler: Sampler
+    sampler: TokenSampler
     ids: list[int]
     """Of prompt and answer."""
     room: int
@@ -174,7 +174,7 @@ class _Sequence:
     text: PagedText = field(default_factory=PagedText)
     drafts: list[int] = field(default_factory=list)
     """Guesses of the next tokens that are computed in the same step as the last ID."""
-    rows: ModelRows | None = None
+    rows: ModelBatch | None = None
 
     @property
     def open_tokens(self) -> int:
@@ -277,7 +277,7 @@ class _ModelSteps:
         return sum(Pages.needed(len(one.ids) + one.room) for one in (sequence, *running)) <= self.count
 
     def begin(self, sequence: _Sequence) -> None:
-        sequence.rows = ModelRows(self.engine.model, self.engine.num_ids, [sequence.ids], [sequence.room])
+        sequence.rows = ModelBatch(self.engine.model, self.engine.num_ids, [sequence.ids], [sequence.room])
 
     def end(self, sequence: _Sequence) -> None:
         sequence.rows = None
@@ -377,7 +377,7 @@ class Scheduler:
             what = f"prompt and answer may take {longest:,} tokens; there is memory for {self.num_pages * PAGE:,}"
             raise DataError(what, where="max_tokens", hint="Ask for a shorter answer, or shorten the prompt.")
         sequence = _Sequence(
-            ticket, Sampler(request.sampling, request.ids), list(request.ids), room, Drafter(self.draft_tokens)
+            ticket, TokenSampler(request.sampling, request.ids), list(request.ids), room, Drafter(self.draft_tokens)
         )
         with self._wake:
             if self._closing:
@@ -464,7 +464,7 @@ class Scheduler:
                 if reason:
                     self._leave(sequence, reason)
 
-    def _say(self, sequence: _Sequence, logits: Tensor | Exception) -> Finish | None:
+    def _say(self, sequence: _Sequence, logits: Tensor | Exception) -> FinishReason | None:
         """Hand out a next token, and more as long as the drafts are right. Gives why the answer ends, if it does."""
         if isinstance(logits, Exception):
             raise logits
@@ -480,14 +480,14 @@ class Scheduler:
         sequence.drafts = []
         return reason
 
-    def _leave(self, sequence: _Sequence, reason: Finish | None, error: Exception | None = None) -> None:
+    def _leave(self, sequence: _Sequence, reason: FinishReason | None, error: Exception | None = None) -> None:
         self._running.remove(sequence)
         self._steps.end(sequence)
         if sequence.first_token is not None:
             sequence.ticket.timings.answer_seconds = time.monotonic() - sequence.first_token
         sequence.ticket._end(reason, error)
 
-    def _token(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> Finish | None:
+    def _token(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> FinishReason | None:
         """Choose and hand out a sequence's next token, and say whether its answer ends there."""
         ticket, constraint = sequence.ticket, sequence.ticket.request.constraint
         id = sequence.sampler.choose(logits, None if constraint is None else constraint.allowed())

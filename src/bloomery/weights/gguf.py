@@ -752,26 +752,12 @@ class GGUFTensors:
             tensor = (tensor.float() - 1.0).to(tensor.dtype)
         return reordered(tensor, ours, self._layout, self._sizes, inward=True)
 
-    def has_int4_blocks(self, name: str) -> bool:
-        """Whether a tensor is stored in blocks Q4_0 or Q4_1 along the rows of transformers."""
-        ours = self._names.get(name)
-        return (
-            ours is not None and self.stored[ours].kind.name in ("Q4_0", "Q4_1") and not _is_turned(ours, self._layout)
-        )
-
-    def int4_blocks(self, name: str) -> tuple[Tensor, Tensor]:
-        """
-        Codes (R, G, 16) and scales (R, G, 2) of a tensor with `has_int4_blocks`, for quantize.Int4. Factor and offset
-        are d and -8 d of Q4_0, and d and m of Q4_1. No number is rounded.
-        """
-        ours = self._names[name]
-        stored = self.stored[ours]
+    def raw_rows(self, name: str) -> tuple[Tensor, gguf.GGMLQuantizationType]:
+        """The bytes of each row of a matrix, in the order of transformers, and their format."""
+        stored = self.stored[self._names[name]]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
         rows = torch.from_numpy(raw.copy()).view(stored.shape[0], -1)
-        blocks = reordered(rows, ours, self._layout, self._sizes, inward=True).contiguous()
-        blocks = blocks.view(stored.shape[0], -1, gguf.GGML_QUANT_SIZES[stored.kind][1])
-        scales = blocks[..., :-16].contiguous().view(torch.float16)
-        return blocks[..., -16:].contiguous(), scales if scales.shape[2] == 2 else torch.cat((scales, -8 * scales), 2)
+        return reordered(rows, self._names[name], self._layout, self._sizes, inward=True), stored.kind
 
     def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
@@ -791,19 +777,15 @@ def reordered(tensor: Tensor, name: str, layout: GGUFLayout, sizes: Sizes, *, in
     """
     A tensor of this name in GGUF, in the order of `transformers` where `inward`, else from there in that of llama.cpp.
     """
-    matrix = name.split(".")[-2]
+    matrix, kind = name.split(".")[-2], name.split(".")[-1]
     heads = {"attn_q": sizes.heads, "attn_k": sizes.kv_heads}
     if layout.interleaved and matrix in heads:
         return split_halves(tensor, heads[matrix]) if inward else interleaved(tensor, heads[matrix])
     if layout.model_type == "gpt_neox" and matrix == "attn_qkv":
         first, second = (3, sizes.heads) if inward else (sizes.heads, 3)
         return tensor.reshape(first, second, sizes.head, -1).transpose(0, 1).reshape(tensor.shape)
-    return tensor.t() if _is_turned(name, layout) else tensor
-
-
-def _is_turned(name: str, layout: GGUFLayout) -> bool:
-    """Whether transformers has the rows of a tensor as columns."""
-    return layout.model_type == "gpt2" and name.endswith(".weight") and name.split(".")[-2] in TRANSPOSED
+    turned = layout.model_type == "gpt2" and kind == "weight" and matrix in TRANSPOSED
+    return tensor.t() if turned else tensor
 
 
 def split_halves(rows: Tensor, heads: int) -> Tensor:

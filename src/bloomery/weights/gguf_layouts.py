@@ -230,3 +230,15 @@ def dequantize(blocks: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> Te
     if kind.name == "Q4_0":
         return (quants.to(torch.int8) - 8).float() * scale
     return quants.float().mul_(scale).add_(raw[:, 2:4].contiguous().view(torch.float16).float())
+
+
+def int4_blocks(rows: Tensor, kind: gguf.GGMLQuantizationType) -> tuple[Tensor, Tensor] | None:
+    """
+    Codes (R, G, 16) and scales (R, G, 2) for quantize.Int4, from the bytes of rows in Q4_0 or Q4_1; None for others.
+    Factor and offset are d and -8 d of Q4_0, and d and m of Q4_1. No number is rounded.
+    """
+    if kind.name not in ("Q4_0", "Q4_1"):
+        return None
+    blocks = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind][1])
+    scales = blocks[..., :-16].contiguous().view(torch.float16)
+    return blocks[..., -16:].contiguous(), scales if kind.name == "Q4_1" else torch.cat((scales, -8 * scales), 2)

@@ -24,7 +24,7 @@ from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.tokenizer import MAX_IDS
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights import gguf
+from bloomery.weights import gguf, gguf_layouts
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, spread
 from bloomery.weights.gguf import GGUFModel
 from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
@@ -190,12 +190,13 @@ def filled(
     _of_one_size(opened.config, opened.rows, tensors)
     model = on_meta(opened.config, num_ids)
     kept_as = kept_as_in(dtype, opened)
-    stored = _own_blocks(model, opened) if kept_as == "int4" and change is None else {}
+    stored = _matrices_in_file(model, opened) if kept_as == "int4" and change is None else {}
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
         if opened.gguf is not None and name in stored:
-            codes, scales = opened.gguf.tensors.int4_blocks(stored[name])
-            _put_frozen(model, name, quantize.Int4.of(codes, scales).to(device))
-            continue
+            blocks = gguf_layouts.int4_blocks(*opened.gguf.tensors.raw_rows(stored[name]))
+            if blocks is not None:
+                _put_frozen(model, name, quantize.Int4.of(*blocks).to(device))
+                continue
         put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
         if weight.numel() >= quantize.NUMBERS_AT_ONCE:
             return_freed_memory()  # quantizing leaves gaps, as large as the model
@@ -205,16 +206,13 @@ def filled(
     return model
 
 
-def _own_blocks(model: Transformer, opened: OpenedModel) -> dict[str, str]:
-    """The matrices of blocks that a GGUF file has in blocks of Int4, and their names there; none that it has as one."""
+def _matrices_in_file(model: Transformer, opened: OpenedModel) -> dict[str, str]:
+    """The matrices of blocks that a GGUF file has as one, and their names there."""
     if opened.gguf is None:
         return {}
-    return {
-        piece.ours[0]: piece.theirs
-        for piece in opened.kind.pieces(list(own_weights(model)))
-        if len(piece.ours) == 1 and not piece.transposed
-        if _is_in_block(model, piece.ours[0]) and opened.gguf.tensors.has_int4_blocks(piece.theirs)
-    }
+    pieces = opened.kind.pieces(list(own_weights(model)))
+    single = (piece for piece in pieces if len(piece.ours) == 1 and not piece.transposed)
+    return {piece.ours[0]: piece.theirs for piece in single if _is_in_block(model, piece.ours[0])}
 
 
 def _is_in_block(model: Transformer, name: str) -> bool:
