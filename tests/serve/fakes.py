@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import RunError
-from bloomery.serve.chat_model import Asked, AnswerEnd, ModelInfo, StoppedError, TextChunk, check_conversation
+from bloomery.serve.chat_model import AnswerEnd, Asked, ModelInfo, StoppedError, TextChunk, check_conversation
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'
 

@@ -9,7 +9,6 @@ A request may ask for several answers. They are computed together, and with thos
 `ModelRegistry` has the models of all run folders, and loads each when it is first requested.
 """
 
-import codecs
 import hashlib
 import threading
 import weakref
@@ -30,7 +29,7 @@ from bloomery.generate.scheduler import Request, Scheduler, Ticket, Timings
 from bloomery.hw import device
 from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import on_meta
-from bloomery.serve.constrained import Form, Grammars, ToolCall, ToolFormat, ToolText, overlap
+from bloomery.serve.constrained import Form, Grammars, TextStream, ToolCall, ToolFormat, ToolText
 from bloomery.tokenizer.chat_template import SHORTER, Renderer, TooLongError
 from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.weights import card, hf, locate
@@ -546,7 +545,7 @@ class ChoiceStream:
         model: TextAnswerer,
         index: int,
         ticket: Ticket,
-        text: "TextStream",
+        text: TextStream,
         prompt: _Prompt,
         calls: "ToolText | None",
     ) -> None:
@@ -651,48 +650,6 @@ class AnswerStreams:
             "predicted_ms": 1000 * answer,
             **rates,
         }
-
-
-class TextStream:
-    """
-    Bytes in, text out that nothing later can take back.
-
-    Held back are the bytes of an unfinished character, and the longest end of the text that begins a stop string.
-    What is given out, joined, is the text of all bytes up to the stop string that is complete first, however the bytes
-    were cut.
-    """
-
-    def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
-        """`lead` is left out where the text begins with it."""
-        self.stopped = False
-        self._stop = [mark for mark in stop if mark]
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held, self._lead = "", lead
-
-    def add(self, data: bytes) -> str:
-        """The text that is certain after these bytes."""
-        return self._take(self._decoder.decode(data), last=False)
-
-    def end(self) -> str:
-        """What was held back, now that nothing follows. A character that was never finished becomes U+FFFD."""
-        return self._take(self._decoder.decode(b"", final=True), last=True)
-
-    def _take(self, new: str, *, last: bool) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + new
-        if self._lead:
-            if not last and len(text) < len(self._lead) and self._lead.startswith(text):
-                self._held = text
-                return ""
-            text, self._lead = text.removeprefix(self._lead), ""
-        matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
-        if matches:
-            self.stopped, self._held = True, ""
-            return text[: min(matches)[1]]
-        keep = 0 if last else max((overlap(text, mark) for mark in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
 
 
 def check_conversation(messages: Sequence[Message]) -> None:

@@ -6,8 +6,11 @@ may follow. What is sampled is then always the beginning of a text of that form.
 
 A form comes from a stranger. Its size, its definitions and the work for each token are bounded. It is compiled in a
 thread with a large stack, because the compiler descends once for each definition that refers to the next.
+
+`TextStream` and `ToolText` hold back what later text may turn into a stop string or a call.
 """
 
+import codecs
 import json
 import threading
 from collections import OrderedDict
@@ -331,6 +334,48 @@ class ToolText:
         shown, held = self.add(text), self._held
         calls = self._format.calls(held, self._names)[: 1 if self._one_call else None]
         return (shown.rstrip() if calls else shown + held), tuple(calls)
+
+
+class TextStream:
+    """
+    Bytes in, text out that nothing later can take back.
+
+    Held back are the bytes of an unfinished character, and the longest end of the text that begins a stop string.
+    What is given out, joined, is the text of all bytes up to the stop string that is complete first, however the bytes
+    were cut.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
+        """`lead` is left out where the text begins with it."""
+        self.stopped = False
+        self._stop = [mark for mark in stop if mark]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held, self._lead = "", lead
+
+    def add(self, data: bytes) -> str:
+        """The text that is certain after these bytes."""
+        return self._take(self._decoder.decode(data), last=False)
+
+    def end(self) -> str:
+        """What was held back, now that nothing follows. A character that was never finished becomes U+FFFD."""
+        return self._take(self._decoder.decode(b"", final=True), last=True)
+
+    def _take(self, new: str, *, last: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        if self._lead:
+            if not last and len(text) < len(self._lead) and self._lead.startswith(text):
+                self._held = text
+                return ""
+            text, self._lead = text.removeprefix(self._lead), ""
+        matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
+        if matches:
+            self.stopped, self._held = True, ""
+            return text[: min(matches)[1]]
+        keep = 0 if last else max((overlap(text, mark) for mark in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
 
 def overlap(text: str, mark: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import readable
-from bloomery.serve.chat_model import Asked, AnswerEnd, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
+from bloomery.serve.chat_model import AnswerEnd, Asked, ModelInfo, RunningAnswer, TextAnswerer, TextChunk, TokenScore
 from bloomery.serve.constrained import ToolCall
 from bloomery.serve.openai_api import TokenizeRequest
 
@@ -190,9 +190,7 @@ class CompletionReply(_Counted):
             yield event({**self._head(), "choices": [], "usage": self.tokens(), **self.more()})
         yield DONE
 
-    def _choice(
-        self, index: int, text: str, finish: AnswerEnd | None, scores: Sequence[TokenScore]
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, finish: AnswerEnd | None, scores: Sequence[TokenScore]) -> dict[str, Any]:
         logprobs = None
         if self.scored:
             offsets = []
