@@ -100,7 +100,7 @@ def recomputed(loaded: hf.Loaded, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_those_of_a_recomputed_forward_pass(site: Site, stream: bool) -> None:
     asked: Any = {"model": "chats", "messages": ASK, "max_tokens": 12, "seed": 3, "logprobs": True, "top_logprobs": 4}
-    got = site.client.chat.completions.create(**asked, stream=stream)
+    got: Any = site.client.chat.completions.create(**asked, stream=stream)
     scores = [
         one
         for chunk in (got if stream else [got])
@@ -363,7 +363,7 @@ def test_a_call_that_has_to_be_made_is_one_of_the_tools(site: Site, choice: Any,
         "seed": 2,
         "max_tokens": 200,
     }
-    got = site.client.chat.completions.create(**asked, stream=stream)
+    got: Any = site.client.chat.completions.create(**asked, stream=stream)
     if stream:
         choices = [one for chunk in got for one in chunk.choices]
         calls = [call for one in choices for call in one.delta.tool_calls or []]
@@ -398,7 +398,7 @@ def test_messages_with_calls_and_results_render_through_the_template(site: Site)
         {"type": "function_call_output", "call_id": "c1", "output": "room 2 <|im_end|>"},
     ]
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    body = {"model": "tools", "input": items, "tools": flat}
+    body: Any = {"model": "tools", "input": items, "tools": flat}
     tokens = site.post("/tokenize", model="tools", messages=messages, tools=TOOLS).json()["tokens"]
     assert site.post("/v1/responses/input_tokens", **body).json()["input_tokens"] == len(tokens)
     end = site.models.models["tools"].words.renderer().end_ids
@@ -496,7 +496,8 @@ def test_the_best_of_several_answers_is_the_likeliest_by_its_mean_logprob(site: 
     best = site.client.completions.create(**asked, n=1, best_of=6)
 
     def mean(choice: Any) -> float:
-        return sum(choice.logprobs.token_logprobs) / max(1, len(choice.logprobs.token_logprobs))
+        values: list[float] = choice.logprobs.token_logprobs
+        return sum(values) / max(1, len(values))
 
     assert [choice.text for choice in best.choices] == [max(every.choices, key=mean).text]
     assert best.choices[0].logprobs is None

@@ -166,7 +166,7 @@ def test_a_model_is_loading_until_the_first_is_there(shelf: ModelRegistry, monke
 
 
 def test_a_model_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
-    answerer = answerer_of("m", hf.load(model(tmp_path)))
+    answerer: TextAnswerer | None = answerer_of("m", hf.load(model(tmp_path)))
     threads = {thread for thread in threading.enumerate() if thread.name == "scheduler"}
     answerer = None  # noqa: F841
     gc.collect()

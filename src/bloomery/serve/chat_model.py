@@ -549,8 +549,8 @@ class ChoiceStream:
         prompt: _Prompt,
         calls: "ToolText | None",
     ) -> None:
-        self.index, self.ticket, self.finish = index, ticket, None
-        self.finish: AnswerEnd | None
+        self.index, self.ticket = index, ticket
+        self.finish: AnswerEnd | None = None
         self.num_tokens = 0
         self._model, self._text, self._calls = model, text, calls
         self._echo = TextChunk(prompt.text, 0, None, index, prompt.scores) if prompt.text or prompt.scores else None
@@ -701,7 +701,7 @@ class ModelRegistry:
         there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
         return [self._info(name, path) for name, path in {**self.named, **there}.items()]
 
-    def get(self, name: str) -> Answerer:
+    def get(self, name: str) -> TextAnswerer:
         models = {one.name: one for one in locate.models(self.runs)}
         if name in models:
             path = models[name].folder

@@ -40,9 +40,9 @@ MAX_DEFINITIONS = 200
 STACK_BYTES = 64 * 2**20
 MAX_KEPT_FORMS = 32
 """Compiled forms that a model keeps."""
-LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
 """Of llguidance: about 10 ms to compile an expression, 7 ms for a token, and 100 MB."""
-JSON_STYLE: dict[str, Any] = {"whitespace_pattern": r"[ \n\t]{1,16}"}
+JSON_STYLE: Any = {"whitespace_pattern": r"[ \n\t]{1,16}"}
 """White space between the parts of JSON has an end: small models else write nothing but spaces."""
 
 CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

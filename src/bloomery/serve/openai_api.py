@@ -130,7 +130,10 @@ class WireMessage(BaseModel):
         if calls:
             message["tool_calls"] = calls
         if self.role == "tool":
-            message |= {k: v for k, v in (("tool_call_id", self.tool_call_id), ("name", self.name)) if v is not None}  # type: ignore[assignment]
+            if self.tool_call_id is not None:
+                message["tool_call_id"] = self.tool_call_id
+            if self.name is not None:
+                message["name"] = self.name
         return message
 
 

@@ -164,7 +164,7 @@ class CompletionReply(_Counted):
         answers: dict[int, list[TextChunk]] = {}
         for piece in pieces:
             answers.setdefault(piece.index, []).append(piece)
-        choices = []
+        choices: list[dict[str, Any]] = []
         for begin in range(0, len(answers), self.asked):
             group = [answers[index] for index in range(begin, begin + self.asked)]
             best = sorted(group, key=_mean_logprob, reverse=True) if self.kept < self.asked else group

@@ -66,7 +66,8 @@ _FOLDERS = re.compile(r"""(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\n'"`]*[/\\])*(
 
 log = logging.getLogger("bloomery.serve")
 
-Wire, Checked = TypeVar("Wire", bound=openai_api.WireRequest), TypeVar("Checked")
+Wire = TypeVar("Wire", bound=openai_api.WireRequest)
+Checked = TypeVar("Checked")
 
 
 class EventStream(StreamingResponse):
