@@ -141,7 +141,7 @@ def test_every_accepted_setting_draws_an_id_that_has_a_probability(
 
 
 def theirs(processors: Sequence[LogitsProcessor], logits: Tensor, seen: Sequence[int] = ()) -> Tensor:
-    text = torch.tensor([list(seen)], dtype=torch.long)
+    text: Any = torch.tensor([list(seen)], dtype=torch.long)
     scores: Tensor = LogitsProcessorList(processors)(text, logits[None].clone())
     return scores[0]
 
@@ -193,7 +193,7 @@ def test_bias_penalty_and_ngram_ban_together_are_those_of_transformers(
     found: list[float], seen: list[int], ngram: int, penalty: float, bias: dict[int, float]
 ) -> None:
     processors: list[LogitsProcessor] = []
-    processors += [SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})] if bias else []
+    processors += [SequenceBiasLogitsProcessor([[[id], value] for id, value in bias.items()])] if bias else []
     processors += [RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []
     processors += [NoRepeatNGramLogitsProcessor(ngram)] if ngram else []
     logits = torch.tensor(found)
@@ -259,7 +259,8 @@ def test_settings_that_read_no_text_keep_none() -> None:
 def test_only_what_is_allowed_is_chosen() -> None:
     allowed = torch.tensor([False, True, True, False])
     logits = torch.tensor([9.0, 1.0, 2.0, 9.0])
-    for how in ({"temperature": 0.0}, {"temperature": 9.0}, {"temperature": 1.0, "top_k": 1}, {"top_p": 0.1}):
+    settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 9.0}, {"top_k": 1}, {"top_p": 0.1}]
+    for how in settings:
         sampler = TokenSampler(SamplingConfig(**how), seed=1)
         assert {sampler.choose(logits, allowed) for _ in range(30)} <= {1, 2}
     banned = TokenSampler(SamplingConfig(temperature=0, no_repeat_ngram=1), [1, 2])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PagePool, Pages
-from bloomery.generate.engine import MAX_DRAFT_TOKENS, Engine
-from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, Request, Scheduler, Ticket
+from bloomery.generate.engine import MAX_DRAFT_TOKENS, PROMPT_TOKENS, Engine
+from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, PART_TOKENS, Request, Scheduler, Ticket
 from bloomery.model.config import ModelConfig
 from tests.model.made import VOCAB_SIZE, lively, random_ids
 
@@ -93,18 +94,38 @@ def test_the_ids_of_a_request_do_not_depend_on_who_is_computed_with_it(
     ]
     expected = [alone(on, request) for request in requests]
     with Scheduler(on, memory_bytes=pages_bytes(on, pages), max_running=max_running) as scheduler:
-        tickets = [scheduler.submit(request) for request in requests]
-        for ticket, (*_, cancelled) in zip(tickets, asked, strict=True):
+        tickets, answers = list[Ticket](), list[list[int]]()
+        for request, (length, seed, *_, cancelled) in zip(requests, asked, strict=True):
+            tickets.append(scheduler.submit(request))
+            answers.append([])
+            earlier = length % len(tickets)
+            for token in islice(tickets[earlier], seed):  # so that the next one arrives in the middle of an answer
+                answers[earlier].append(token.id)
             if cancelled:
-                ticket.cancel()
-        for ticket, ids, (*_, cancelled) in zip(tickets, expected, asked, strict=True):
-            got = ids_of(ticket)
+                tickets[earlier].cancel()
+        for ticket, answer, ids in zip(tickets, answers, expected, strict=True):
+            answer += ids_of(ticket)
             if ticket.finish_reason == "cancelled":
-                assert cancelled
-                assert got == ids[: len(got)]
+                assert ticket._cancelled
+                assert answer == ids[: len(answer)]
             else:
-                assert got == ids
+                assert answer == ids
                 assert ticket.finish_reason == ("stop" if ids[-1] in ticket.request.stop_ids else "length")
+
+
+@needs_library
+def test_a_long_prompt_is_computed_in_small_parts_while_another_answer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = engine()
+    steps = steps_of(on, monkeypatch)
+    with Scheduler(on) as scheduler:
+        running = iter(scheduler.submit(Request(prompt(5, 1), SamplingConfig(max_tokens=395, seed=1))))
+        next(running)
+        assert len(ids_of(scheduler.submit(Request(prompt(300, 2), SamplingConfig(max_tokens=2, seed=1))))) == 2
+        assert max(steps) == PART_TOKENS + 1
+        while_alone = len(steps)
+        list(running)
+        ids_of(scheduler.submit(Request(prompt(300, 3), SamplingConfig(max_tokens=1, seed=1))))
+    assert max(steps[while_alone:]) == PROMPT_TOKENS
 
 
 @needs_library
@@ -167,17 +188,17 @@ def test_every_page_of_a_pool_is_free_or_known_or_of_one_text(moves: list[tuple[
 
 
 def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
-    known, stack = [], [(pool._root, ())]
+    known, stack = [], [pool._root]
     while stack:
-        node, path = stack.pop()
-        for ids, child in node.children.items():
-            assert child.ids == ids
+        node = stack.pop()
+        for key, child in node.children.items():
+            assert child.ids == key
             assert child.parent is node
-            assert len(ids) == PAGE or not child.children
+            assert len(key) == PAGE or not child.children
             assert child.users == sum(child in text.nodes for text, _ in texts)
             assert (child in pool._unused) == (child.users == 0)
             known.append(child.page)
-            stack.append((child, (*path, *ids)))
+            stack.append(child)
     own = [page for text, _ in texts for page in text.own]
     assert sorted([*known, *own, *pool._free]) == list(range(pool.count))
     for text, ids in texts:
@@ -384,6 +405,16 @@ def test_log_probabilities_are_those_of_the_model_before_all_settings(pack: bool
         assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
+def test_a_reader_that_stops_and_reads_on_misses_no_token() -> None:
+    on = engine(pack=False)
+    request = Request([1], SamplingConfig(max_tokens=9, seed=1))
+    with Scheduler(on) as scheduler:
+        ticket = scheduler.submit(request)
+        while ticket.finish_reason is None:  # all tokens wait to be read
+            pass
+        assert [token.id for token in (*islice(ticket, 4), *ticket.take(), *ticket)] == alone(on, request)
+
+
 @pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
 def test_a_reader_is_woken_for_each_token_and_the_end(pack: bool) -> None:
     calls = threading.Semaphore(0)
@@ -425,7 +456,7 @@ def test_guessing_ahead_changes_no_token(
     asked: list[tuple[list[int], int, float]], draft_tokens: int, pages: int, penalized: bool
 ) -> None:
     """Of prompts that repeat themselves, greedy and sampled, together and alone, in memory that forces some out."""
-    how = {"repetition_penalty": 1.2, "no_repeat_ngram": 9} if penalized else {}
+    how: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram": 9} if penalized else {}
     requests = [
         Request(ids, SamplingConfig(max_tokens=count, temperature=temperature, seed=7, **how), OFTEN)
         for ids, count, temperature in asked

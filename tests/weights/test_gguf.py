@@ -114,13 +114,14 @@ def test_int4_keeps_the_blocks_of_a_file_as_they_are(
     monkeypatch.setitem(gguf_writer.KINDS, "q4_0", package.GGMLQuantizationType[kind])
     made(tmp_path / "a.gguf", config(hidden_size=64, intermediate_size=96, biases="qkv"), "q4_0")
     opened = opened_model(tmp_path / "a.gguf")
-    ours, exact = (filled(opened, opened.rows, dtype, "cpu") for dtype in ("int4", "float32"))
+    ours, exact = filled(opened, opened.rows, "int4", "cpu"), filled(opened, opened.rows, "float32", "cpu")
     layers = dict(ours.named_modules())
     matrices = [name for name, layer in exact.named_modules() if isinstance(layer, nn.Linear) and name != "head"]
     assert len(matrices) == 14
     for name in matrices:
         layer, like = layers[name], exact.get_submodule(name)
         assert isinstance(layer, Int4)
+        assert isinstance(like, nn.Linear)
         assert torch.equal(layer.dense(torch.float32), like.weight)
         assert (layer.bias is None) == (like.bias is None)
         assert layer.bias is None or torch.equal(layer.bias, like.bias.bfloat16())

@@ -173,15 +173,13 @@ def _likeliest(scaled: Float[Tensor, " V"], sampling: SamplingConfig) -> tuple[T
     """The candidates of top-k and top-p, from the highest to the lowest; of equal ones the smaller ID is first."""
     top_k = min(sampling.top_k or len(scaled), len(scaled))
     if top_k < len(scaled):
-        least = torch.topk(scaled, top_k).values[-1]
-        ordered, ids = _sorted(scaled, scaled >= least)
+        ordered, ids = _highest(scaled, top_k)
         ordered, ids = ordered[:top_k], ids[:top_k]
         total = (ordered - ordered[0]).exp().sum()
     else:
         total = (scaled - scaled.max()).exp().sum()
         for count in (FEW, MORE, len(scaled)):
-            least = torch.topk(scaled, count).values[-1] if count < len(scaled) else -torch.inf
-            ordered, ids = _sorted(scaled, scaled >= least)
+            ordered, ids = _highest(scaled, count)
             if count >= len(scaled) or float((ordered - ordered[0]).exp().sum()) >= sampling.top_p * float(total):
                 break
     if sampling.top_p < 1.0:
@@ -193,8 +191,11 @@ def _likeliest(scaled: Float[Tensor, " V"], sampling: SamplingConfig) -> tuple[T
     return ordered, ids
 
 
-def _sorted(scaled: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    some = kept.nonzero()[:, 0]
+def _highest(scaled: Float[Tensor, " V"], count: int) -> tuple[Tensor, Tensor]:
+    """So many of the highest, and those that equal the last of them, in order; and their IDs."""
+    if count >= len(scaled):
+        return torch.sort(scaled, descending=True, stable=True)
+    some = (scaled >= torch.topk(scaled, count).values[-1]).nonzero()[:, 0]
     ordered, order = torch.sort(scaled[some], descending=True, stable=True)
     return ordered, some[order]
 

@@ -116,10 +116,12 @@ class Ticket:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unread or self._ended)
-            tokens = self.take()
-            yield from tokens
-            if not tokens and self._ended:
+                token = self._unread.popleft() if self._unread else None
+                if token is None and self._error is not None:
+                    raise self._error
+            if token is None:
                 return
+            yield token
 
     def take(self) -> list[Token]:
         """The tokens that nobody has read, at once. Raises the error that ended the request, after its last token."""

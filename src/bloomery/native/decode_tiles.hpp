@@ -113,20 +113,20 @@ INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, flo
     const Float16 *scales = (const Float16 *)m.scales + first * groups * 2 * PANEL;
     for (int64_t group = 0; group < groups; group++, codes += PANEL * GROUP / 2, scales += 2 * PANEL)
         for (int s = 0; s < SPLIT; s++) {
-            Floats part[P][T] = {};
+            Floats part[P][T] = {}, late[P][T] = {};  // of two sums, neither waits for the other
             for (int64_t k = 0; k < GROUP / 2; k++)
                 for (int p = 0; p < P; p++) {
                     const Words pair = words(bytes(codes + p * groups * PANEL * GROUP / 2 + k * PANEL + s * LANES));
                     const Floats low = converted(pair & 15), high = converted(pair >> 4);
                     for (int t = 0; t < T; t++) {
                         part[p][t] += low * x[t][group * GROUP + k];
-                        part[p][t] += high * x[t][group * GROUP + k + GROUP / 2];
+                        late[p][t] += high * x[t][group * GROUP + k + GROUP / 2];
                     }
                 }
             for (int p = 0; p < P; p++) {
                 const Float16 *const at = scales + p * groups * 2 * PANEL + s * LANES;
                 for (int t = 0; t < T; t++)
-                    sums.at[p][s][t] += part[p][t] * read(at) + x[t][m.width + group] * read(at + PANEL);
+                    sums.at[p][s][t] += (part[p][t] + late[p][t]) * read(at) + x[t][m.width + group] * read(at + PANEL);
             }
         }
     sums.write(m, first, y);
