@@ -97,6 +97,8 @@ class GenerationRequest:
             self.outcome = "error"
             raise
         finally:
+            if self.answer is not None and not self.answer.done:
+                self.answer.cancel()  # also the others, where one of several failed
             self._end()
 
     def _prepare(self, models: Models, asked: Asked) -> None:
