@@ -317,6 +317,7 @@ def test_the_settings_of_a_model_are_its_generation_config() -> None:
     assert sampling_of(said) == {key: said[key] for key in ("temperature", "top_k", "top_p", "repetition_penalty")}
     assert sampling_of({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
     assert sampling_of({"temperature": None}) == {}
-    for wrong in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"temperature": True}):
+    assert sampling_of({"typical_p": 0.9, "no_repeat_ngram_size": 3.0}) == {"typical_p": 0.9, "no_repeat_ngram": 3}
+    for wrong in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"temperature": True}, {"typical_p": 0}):
         with pytest.raises(DataError):
             sampling_of(wrong)

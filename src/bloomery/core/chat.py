@@ -186,14 +186,17 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
 
     Raises DataError for a value that is no number, or out of its limits.
     """
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    named = {name: generation[name] for name in names if generation.get(name) is not None}
-    for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name == "top_k" and value != int(value)):
+    names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
+    names["no_repeat_ngram_size"] = "no_repeat_ngram"
+    whole = ("top_k", "no_repeat_ngram_size")
+    named = dict[str, Any]()
+    for name, ours in names.items():
+        if (value := generation.get(name)) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or (name in whole and value != int(value)):
             hint = "Correct it, or leave it out."
             raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
-    if "top_k" in named:
-        named["top_k"] = int(named["top_k"])
+        named[ours] = int(value) if name in whole else value
     if generation.get("do_sample") is False:
         named["temperature"] = 0.0
     SamplingConfig(**named)
