@@ -11,18 +11,18 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
-    "core": 3_820,
+    "core": 3_850,
     "hw": 3_920,
     "data": 13_240,
-    "tokenizer": 3_060,
+    "tokenizer": 3_090,
     "shards": 1_690,
     "model": 3_560,
     "weights": 5_900,
     "train": 7_800,
     "generate": 1_720,
     "evaluation": 4_760,
-    "serve": 1_440,
-    "stages": 5_700,
+    "serve": 3_330,
+    "stages": 5_870,
 }
 
 

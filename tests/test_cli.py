@@ -581,9 +581,9 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
     heard: list[list[str]] = []
     whole = TextAnswerer.answer
 
-    def listening(self: TextAnswerer, messages: Any, sampling: Any) -> StreamedAnswer:
+    def listening(self: TextAnswerer, messages: Any, sampling: Any, *, drops: bool) -> StreamedAnswer:
         heard.append([message["content"] for message in messages if message["role"] == "user"])
-        return whole(self, messages, sampling)
+        return whole(self, messages, sampling, drops=drops)
 
     def read(prompt: str) -> str:
         if not lines:

@@ -62,7 +62,7 @@ MOST = {
     "gradients of a batch and an update": (GRADIENTS, 41),
     "the trainer, and a step": (TRAINER, 59),
     "a recipe": (RECIPE, 62),
-    "a chat": (CHAT, 53),
+    "a chat": (CHAT, 56),
 }
 """What is done -> a program that does it, and how many modules it may load."""
 

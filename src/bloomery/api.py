@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bloomery.hw.host import DeviceChoice
     from bloomery.model.config import ModelConfig
     from bloomery.recipe import Recipe
-    from bloomery.serve.openai_api import CheckedRequest
+    from bloomery.serve.chat_model import Asked
     from bloomery.tokenizer.tokenizer import Tokenizer
     from bloomery.weights.hf import Loaded, LoadFormat
 
@@ -86,10 +86,7 @@ class Model:
         Raises DataError for an option out of its limits, and for a prompt that fills the context.
         """
         asked = self._checked([{"role": "user", "content": prompt}], options)
-        loaded = self._loaded
-        stop_ids = loaded.language.stop_ids
-        ids = loaded.language.text_ids(asked.messages[0]["content"])
-        answer = self._answerer.continuation(ids, asked.sampling, stop_ids)
+        answer = self._answerer.continuation(asked.messages[0]["content"], asked.sampling)
         return (piece.text for piece in answer.pieces if piece.text)
 
     @overload
@@ -146,12 +143,13 @@ class Model:
             logits: Tensor = model.logits(hidden)[0, :, :size]
         return logits
 
-    def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "CheckedRequest":
+    def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "Asked":
         from bloomery.serve import openai_api
 
         stop = options.get("stop")
         more = {"stop": list(stop)} if isinstance(stop, tuple) else {}
-        return openai_api.checked({**options, **more, "model": self.name, "messages": messages})
+        body = {**options, **more, "model": self.name, "messages": messages}
+        return openai_api.validated(openai_api.ChatRequest, body).asked()
 
 
 def load(model: PathText, *, device: "DeviceChoice" = "auto", dtype: "LoadFormat" = "auto") -> Model:

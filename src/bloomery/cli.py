@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,9 +29,7 @@ from bloomery.core.io import path_problem
 from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
-    from bloomery.core.chat import Message
     from bloomery.core.pipeline import RunCommand
-    from bloomery.serve.chat_model import StreamedAnswer
 
 TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
@@ -617,60 +616,40 @@ def chat(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
     from bloomery.hw import device
     from bloomery.serve.chat_model import answerer_of
+    from bloomery.stages.terminal import Asks, TerminalChat, print_pieces
     from bloomery.weights import hf
     from bloomery.weights.locate import locate_model
 
-    path = locate_model(options.model)
-    loaded = hf.load(path, device.find().torch_device, dtype=options.dtype, template=options.template)
-    model = answerer_of(str(options.model), loaded)
+    def read(name: Path) -> hf.Loaded:
+        where = device.find().torch_device
+        return hf.load(locate_model(name), where, dtype=options.dtype, template=options.template)
+
+    def load(name: Path) -> Asks:
+        loaded = read(name)
+        loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
+        model = answerer_of(str(name), loaded)
+        return lambda messages, sampling: model.answer(messages, sampling, drops=True)
+
     said = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = SamplingConfig.of(said)
     if options.complete:
         if not options.prompt:
             raise DataError("--complete continues the text of --prompt", where="--prompt", hint="Add --prompt TEXT.")
+        loaded = read(options.model)
+        model = answerer_of(str(options.model), loaded)
         for prompt in options.prompt:
             print(prompt, end="", flush=True)
-            ids = loaded.language.text_ids(prompt)
-            _print_pieces(model.continuation(ids, sampling, loaded.language.stop_ids))
+            deque(print_pieces(model.continuation(prompt, sampling).texts), maxlen=0)
         return 0
-    loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
+    ask = load(options.model)
     if options.prompt:
         for prompt in options.prompt:
             print(f"> {prompt}")
-            _print_pieces(model.answer([{"role": "user", "content": prompt}], sampling))
+            deque(print_pieces(ask([{"role": "user", "content": prompt}], sampling).texts), maxlen=0)
         return 0
-    info(f"{options.model}. An empty line starts a new conversation; Ctrl-D ends.")
-    messages: list[Message] = []
-    while (line := _read_line()) is not None:
-        if not line.strip():
-            messages = []
-            info("(new conversation)", "dim")
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            answer = _print_pieces(model.answer(messages, sampling))
-            messages.append({"role": "assistant", "content": answer})
-        except DataError as error:
-            messages = []
-            info(f"{error}\n(new conversation)")
+    info(f"{options.model}. /help lists commands; an empty line starts a new conversation; Ctrl-D ends.")
+    TerminalChat(ask, load, sampling).run()
     return 0
-
-
-def _read_line() -> str | None:
-    try:
-        return input("> ")
-    except EOFError:
-        return None
-
-
-def _print_pieces(answer: "StreamedAnswer") -> str:
-    """Print an answer as it is made. Returns its text."""
-    said = []
-    for piece in answer.pieces:
-        print(piece.text, end="", flush=True)
-        said.append(piece.text)
-    print()
-    return "".join(said)
 
 
 def serve(options: argparse.Namespace) -> int:

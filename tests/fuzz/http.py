@@ -22,6 +22,11 @@ BODIES: list[Any] = [
     ASK | {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["a"], "stream": True},
     ASK | {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *ASK["messages"]]},
     ASK | {"n": 1, "tools": [], "logit_bias": {}, "stream_options": {"include_usage": True}, "stream": True},
+    ASK
+    | {"n": 2, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}},
+    ASK | {"guided_json": {"type": "array", "items": {"enum": [1, "a"]}}, "truncation": "oldest", "min_p": 0.1},
+    ASK | {"guided_regex": "[ab]{1,3}|c", "presence_penalty": 0.5, "no_repeat_ngram": 2, "penalty_window": 9},
+    ASK | {"guided_grammar": 'start: "a" b\nb: /x+/', "typical_p": 0.5, "repetition_penalty": 1.1},
 ]
 SECONDS_TO_ANSWER = 3.0
 

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import RunError
-from bloomery.serve.chat_model import Finish, ModelInfo, StreamedAnswer, TextChunk, check_conversation
+from bloomery.serve.chat_model import AnswerEnd, Asked, ModelInfo, StoppedError, TextChunk, check_conversation
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'
 
@@ -22,25 +23,31 @@ class FakeAnswerer:
 
     def __init__(self, name: str, seconds_per_word: float = 0.0, gate: threading.Event | None = None) -> None:
         self.name, self._seconds, self._gate = name, seconds_per_word, gate
+        self.asked: list[Asked] = []
         self.heard: list[list[Message]] = []
-        self.samplings: list[SamplingConfig] = []
         self.spans: list[tuple[float, float]] = []
         self.words_said = 0
         self.closed = threading.Event()
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
+    def begin(self, asked: Asked, notify: Callable[[], None]) -> "FakeAnswer":
+        messages = [*asked.messages, *(Message(role="user", content=str(prompt)) for prompt in asked.prompts)]
         check_conversation(messages)
-        self.heard.append([*messages])
-        self.samplings.append(sampling)
+        self.heard.append(messages)
+        self.asked.append(asked)
         if messages[-1]["content"] == "refuse":
             raise RunError("the weights are torn", hint="Run the recipe again.")
-        return StreamedAnswer(sum(len(m["content"].split()) for m in messages), self._pieces(messages, sampling))
+        count = sum(len(m["content"].split()) for m in messages)
+        return FakeAnswer(count, self._pieces(messages, asked.sampling), notify)
+
+    @property
+    def samplings(self) -> list[SamplingConfig]:
+        return [asked.sampling for asked in self.asked]
 
     def _pieces(self, messages: Sequence[Message], sampling: SamplingConfig) -> Generator[TextChunk, None, None]:
         began = time.monotonic()
         try:
             words = self._words(messages)
-            finish: Finish = "stop" if len(words) <= sampling.max_tokens else "length"
+            finish: AnswerEnd = "stop" if len(words) <= sampling.max_tokens else "length"
             for place, word in enumerate(words[: sampling.max_tokens]):
                 if place == 2 and messages[-1]["content"] == "break":
                     raise ValueError("a bug in the engine")
@@ -63,6 +70,55 @@ class FakeAnswerer:
         return f"{self.name} heard {question} ({len(messages)} messages)".split(" ")
 
 
+class FakeAnswer:
+    """An answer whose pieces a thread makes."""
+
+    dropped = cached_tokens = 0
+
+    def __init__(
+        self, prompt_tokens: int, pieces: Generator[TextChunk, None, None], notify: Callable[[], None]
+    ) -> None:
+        self.prompt_tokens, self._notify = prompt_tokens, notify
+        self._unread: list[TextChunk] = []
+        self._lock, self._cancelled = threading.Lock(), False
+        self._error: Exception | None = None
+        self._done = False
+        threading.Thread(target=self._work, args=(pieces,), daemon=True).start()
+
+    def _work(self, pieces: Generator[TextChunk, None, None]) -> None:
+        try:
+            with closing(pieces):
+                for piece in pieces:
+                    if self._cancelled:
+                        raise StoppedError
+                    with self._lock:
+                        self._unread.append(piece)
+                    self._notify()
+        except Exception as error:
+            self._error = error
+            self._notify()
+
+    def take(self) -> list[TextChunk]:
+        with self._lock:
+            pieces, self._unread = self._unread, []
+        self._done = self._done or any(piece.finish for piece in pieces)
+        if not pieces and self._error is not None:
+            raise self._error
+        if self._error is not None:
+            self._notify()
+        return pieces
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def timings(self) -> dict[str, float]:
+        return {}
+
+
 class FakeModels:
     """A shelf of fakes."""
 
@@ -71,6 +127,8 @@ class FakeModels:
 
     def names(self) -> list[ModelInfo]:
         return [ModelInfo(name, 1_700_000_000, Path("runs") / name) for name in self._answerers]
+
+    is_loading = False
 
     def get(self, name: str) -> FakeAnswerer:
         if name not in self._answerers:

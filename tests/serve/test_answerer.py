@@ -1,4 +1,6 @@
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -7,29 +9,38 @@ from hypothesis import strategies as st
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
-from bloomery.serve.chat_model import TextAnswerer, TextStream
+from bloomery.generate.scheduler import Request, Ticket, Token
+from bloomery.serve.chat_model import ModelWords, TextAnswerer, TextStream, derived_seed
 
 END = 256
 ASK: list[Message] = [{"role": "user", "content": "?"}]
 
 
-class ByteEngine:
-    """Says given ids, whatever it is asked, and remembers how it was asked."""
+class ByteScheduler:
+    """Says given ids, whatever it is asked, and remembers how it was asked. `gate` holds an answer after two tokens."""
 
-    def __init__(self, ids: Sequence[int], context: int = 1000) -> None:
-        self.ids, self.context = ids, context
-        self.asked: tuple[list[int], SamplingConfig, frozenset[int]] | None = None
-        self.closed = False
+    def __init__(self, ids: Sequence[int], gate: threading.Event | None = None) -> None:
+        self.ids, self.gate = ids, gate
+        self.asked: Request | None = None
+        self.said = 0
 
-    def stream(self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int]) -> Iterator[int]:
-        self.asked = list(ids), sampling, stop_ids
-        try:
-            for token in self.ids[: sampling.max_tokens]:
-                yield token
-                if token in stop_ids:
-                    return
-        finally:
-            self.closed = True
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+        self.asked = request
+        ticket = Ticket(request, notify)
+        threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
+        return ticket
+
+    def _answer(self, ticket: Ticket) -> None:
+        for id in self.ids[: ticket.request.sampling.max_tokens]:
+            if self.said == 2 and self.gate is not None:
+                assert self.gate.wait(60)
+            if ticket._cancelled:
+                return ticket._end("cancelled")
+            self.said += 1
+            ticket._put(Token(id))
+            if id in ticket.request.stop_ids:
+                return ticket._end("stop")
+        return ticket._end("length")
 
 
 class ByteRenderer:
@@ -40,6 +51,10 @@ class ByteRenderer:
         return [*"".join(message["content"] for message in messages).encode()]
 
 
+class LeadRenderer(ByteRenderer):
+    lead = " "
+
+
 class Pairs:
     """Ids below 256 are bytes, and 1000 + n stands for the n-th of some longer strings."""
 
@@ -48,10 +63,19 @@ class Pairs:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(bytes([i]) if i < END else b"" if i == END else self.LONGER[i - 1000].encode() for i in ids)
 
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
 
-def answerer(ids: Sequence[int], context: int = 1000) -> tuple[TextAnswerer, ByteEngine]:
-    engine = ByteEngine(ids, context)
-    return TextAnswerer("bytes", engine, ByteRenderer, Pairs()), engine
+    def encode_within(self, text: str, max_tokens: int) -> list[int] | int:
+        return [*text.encode()]
+
+
+def answerer(
+    ids: Sequence[int], context: int = 1000, renderer: ByteRenderer | None = None
+) -> tuple[TextAnswerer, ByteScheduler]:
+    scheduler, renderer = ByteScheduler(ids), renderer or ByteRenderer()
+    words = ModelWords(tokenizer=Pairs(), renderer=lambda: renderer, context=context, stop_ids=frozenset({END}))
+    return TextAnswerer("bytes", scheduler, words), scheduler
 
 
 def said(ids: Sequence[int], sampling: SamplingConfig | None = None) -> tuple[list[str], str | None, int]:
@@ -86,35 +110,64 @@ def test_an_unfinished_character_can_complete_a_stop_string() -> None:
     assert finish == "stop"
 
 
-def test_closing_an_answer_closes_the_engine() -> None:
-    model, engine = answerer([*b"abc"])
+def test_closing_an_answer_ends_it_before_its_next_token() -> None:
+    model, scheduler = answerer([*b"abcdef"])
+    scheduler.gate = threading.Event()
     pieces = model.answer(ASK, SamplingConfig()).pieces
     assert next(pieces).text == "a"
     pieces.close()
-    assert engine.closed
+    scheduler.gate.set()
+    time.sleep(0.1)
+    assert scheduler.said == 2
 
 
-def test_sampling_reaches_the_engine() -> None:
-    model, engine = answerer([END])
+def test_an_answer_that_nobody_reads_is_not_begun() -> None:
+    model, scheduler = answerer([*b"abc"])
+    model.answer(ASK, SamplingConfig())
+    assert scheduler.asked is None
+
+
+def test_sampling_reaches_the_scheduler() -> None:
+    model, scheduler = answerer([END])
     sampling = SamplingConfig(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=5)
     list(model.answer(ASK, sampling).pieces)
-    assert engine.asked == ([*b"?"], sampling, frozenset({END}))
+    assert scheduler.asked == Request([*b"?"], sampling, frozenset({END}))
+
+
+def test_what_stands_before_every_answer_is_not_shown_and_stands_in_a_prompt_that_begins_one() -> None:
+    model, scheduler = answerer([*b" yes", END], renderer=LeadRenderer())
+    assert "".join(piece.text for piece in model.answer(ASK, SamplingConfig()).pieces) == "yes"
+    begun: list[Message] = [*ASK, {"role": "assistant", "content": "O"}]
+    assert "".join(piece.text for piece in model.answer(begun, SamplingConfig()).pieces) == " yes"
+    assert scheduler.asked is not None
+    assert bytes(scheduler.asked.ids) == b"? O"
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 15), st.integers(0, 15))
+def test_seeds_of_several_answers_differ_and_are_seeds(seed: int, one: int, other: int) -> None:
+    first, second = derived_seed(seed, one), derived_seed(seed, other)
+    assert first is not None
+    assert 0 <= first < 2**63
+    assert (first == second) == (one == other)
+    assert derived_seed(seed, 0) == seed
+    assert derived_seed(None, one) is None
 
 
 def test_a_prompt_that_fills_the_context_is_refused_before_any_work() -> None:
-    model, engine = answerer([END], context=3)
+    model, scheduler = answerer([END], context=3)
     with pytest.raises(DataError, match=r"takes 3 tokens.*has a context of 3"):
         model.answer([{"role": "user", "content": "abc"}], SamplingConfig())
-    assert engine.asked is None
+    assert scheduler.asked is None
 
 
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
         ([], "there are none"),
+        ([{"role": "assistant", "content": "b"}], "the last one is from the assistant"),
         (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            "the last one is from the assistant",
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            "the last one is from the system",
         ),
     ],
 )

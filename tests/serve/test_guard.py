@@ -17,7 +17,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError
 from bloomery.serve import guard
 from bloomery.serve import queue as serve_queue
-from bloomery.serve.chat_model import ModelInfo
+from bloomery.serve.chat_model import Asked, ModelInfo, StoppedError
 from bloomery.serve.server import STATIC, Server, app, serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -133,6 +133,67 @@ def test_bodies_of_all_requests_together_have_a_limit(url: str, monkeypatch: pyt
         assert post(url).status_code == 200
 
 
+ROUTES = sorted(guard.BODIES)
+
+
+def test_every_route_that_takes_a_body_is_bounded_as_conversations_are() -> None:
+    routes: list[Any] = [route for route in app(FakeModels(), ["*"]).routes if getattr(route, "methods", None)]
+    posts = {route.path for route in routes if "POST" in route.methods}
+    assert posts == guard.BODIES
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_all_limits_hold_on_every_route(route: str, url: str, locked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token, the origin, the kind, size, depth and time of a body, all bodies together, and the queue."""
+
+    def sent_to(site: str, body: bytes = b"{}", **headers: str) -> httpx.Response:
+        return httpx.post(site + route, content=body, headers={**JSON, **headers}, timeout=60)
+
+    assert sent_to(locked).status_code == 401
+    assert sent_to(locked, Authorization=f"Bearer {TOKEN}").status_code == 400
+    assert sent_to(url, Origin="https://evil.example").status_code == 403
+    assert sent_to(url, Host="evil.example").status_code == 400
+    assert sent_to(url, b"x" * (LIMIT + 1)).status_code == 413
+    for body, said in (
+        (b"[" * 100, "nested 100 deep"),
+        (b"[" + b"0," * 100_001 + b"0]", "more than 100,000 values"),
+        (b"{}", "is required"),
+        (b"[]", "the body is []"),
+        (b"{", "the body is no JSON"),
+    ):
+        refused = sent_to(url, body)
+        assert refused.status_code == 400
+        assert said in refused.json()["error"]["message"]
+    assert "sent as" in httpx.post(url + route, content=b"{}", headers={"Content-Type": "text/plain"}).text
+    many: dict[str, Any] = {"messages": ASK, "input": "x", "prompt": "x", "tokens": [1]}
+    known = {
+        name: value
+        for name, value in many.items()
+        if f'"{name}' in sent_to(url).text or f"{name}: " in sent_to(url).text
+    }
+    if route == "/tokenize":
+        known = {"prompt": "x"}
+    unknown = sent_to(url, json.dumps({"model": "bloom", **known, "unknown_field": 1}).encode())
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "unknown_field")
+    missing = sent_to(url, json.dumps({"model": "gold", **known}).encode())
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "MAX_HELD_BYTES", 1)
+        assert sent_to(url).status_code == 429
+    with monkeypatch.context() as patch:
+        patch.setattr(serve_queue, "MAX_REQUESTS", 0)
+        busy = sent_to(url)
+        assert busy.status_code == 429
+        assert busy.headers["retry-after"]
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "BODY_SECONDS", 0.3)
+        patch.setattr(guard, "LINGER_SECONDS", 0.3)
+        late = (
+            f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        )
+        assert sent(url, late.encode()).startswith(b"HTTP/1.1 408 ")
+
+
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +253,12 @@ def test_pieces_that_nobody_reads_end_the_answer(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> None:
         job = await serve_queue.RequestQueue(FakeModels(bloom)).ask(
-            "bloom", [{"role": "user", "content": "long"}], SamplingConfig(max_tokens=100_000)
+            "bloom",
+            Asked(sampling=SamplingConfig(max_tokens=100_000), messages=({"role": "user", "content": "long"},)),
         )
         assert job is not None
         await asyncio.to_thread(bloom.closed.wait, 60)
-        with pytest.raises(serve_queue.StoppedError):
+        with pytest.raises(StoppedError):
             async for _ in job.pieces():
                 pass
 

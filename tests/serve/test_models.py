@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import threading
@@ -13,7 +14,7 @@ from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.generate.engine import Engine
 from bloomery.serve import chat_model
-from bloomery.serve.chat_model import Answerer, ModelRegistry, Models
+from bloomery.serve.chat_model import Answerer, ModelRegistry, Models, TextAnswerer, answerer_of
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
 from tests.core.made import manifest
@@ -79,6 +80,7 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: ModelR
     folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
     answerer = shelf.get("b")
     assert isinstance(answerer, Answerer)
+    assert isinstance(answerer, TextAnswerer)
     answer = answerer.answer(ASK, SamplingConfig.greedy(9))
     prompt = Renderer(small()).prompt(ASK)
     engine = Engine(hf.load(folder).model, small().vocab_size)
@@ -135,6 +137,40 @@ def test_a_model_that_was_trained_again_is_loaded_again(shelf: ModelRegistry) ->
     assert after is not before
     assert "".join(piece.text for piece in after.answer(ASK, greedy).pieces) != said
     assert shelf.get("b") is after
+
+
+def test_the_list_of_models_tells_what_is_known_of_each(shelf: ModelRegistry) -> None:
+    folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
+    before = {one.id: one.facts for one in shelf.names()}["b"]
+    assert before == {"parameters": sum(weight.numel() for weight in hf.load(folder).model.parameters())}
+    shelf.get("b")
+    after = {one.id: one.facts for one in shelf.names()}
+    more = {"chats": True, "chat_template": "bloomery", "tools": False, "number_format": "float32"}
+    assert after["b"] == {**before, **more}
+    assert after["b/pretrain"] == before
+
+
+def test_a_model_is_loading_until_the_first_is_there(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    whole = chat_model.answerer
+
+    def watched(name: str, folder: Path, dtype: hf.LoadFormat) -> Any:
+        seen.append(shelf.is_loading)
+        return whole(name, folder, dtype)
+
+    monkeypatch.setattr(chat_model, "answerer", watched)
+    for name in ("b", "b/pretrain"):
+        assert not shelf.is_loading
+        shelf.get(name)
+    assert seen == [True, False]
+
+
+def test_a_model_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
+    answerer: TextAnswerer | None = answerer_of("m", hf.load(model(tmp_path)))
+    threads = {thread for thread in threading.enumerate() if thread.name == "scheduler"}
+    answerer = None  # noqa: F841
+    gc.collect()
+    assert len([thread for thread in threads if thread.is_alive()]) < len(threads)
 
 
 def test_an_unknown_model_is_an_error_that_names_the_known_ones(shelf: ModelRegistry) -> None:

@@ -22,8 +22,8 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
-        ({"n": 2}, "n", "n: this server does not do 2, only 1\nLeave it out."),
-        ({"tool_choice": "any"}, "tool_choice", 'does not do "any", only "none" or "auto"'),
+        ({"modalities": ["audio"]}, "modalities", 'this server does not do ["audio"], only ["text"]\nLeave it out.'),
+        ({"tool_choice": "any"}, "tool_choice", 'has to be auto, none, required, or name a function, got "any"'),
         ({"temperature": 3}, "temperature", "temperature: input should be less than or equal to 2, got 3"),
         ({"stop": 3}, "stop", "stop: input should be a valid string, got 3"),
         ({"seed": "x" * 200}, "seed", f'got "{"x" * 79}…'),
@@ -88,7 +88,7 @@ def test_a_wrong_request_takes_milliseconds_and_a_short_error_however_many_value
     began = time.thread_time()
     assert guard.too_complex(body) is None
     with pytest.raises(DataError) as caught:
-        openai_api.question(body, "application/json")
+        openai_api.parsed(openai_api.ChatRequest, body, "application/json").asked()
     assert time.thread_time() - began < 0.15
     assert len(str(caught.value)) < 500
 

@@ -1,15 +1,19 @@
 """The sentence of a stage says the number that matters, for every run that its recipe allows."""
 
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from bloomery.core import config
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.log import about
 from bloomery.core.pipeline import StagePlan
 from bloomery.recipe import STAGES, Recipe
 from bloomery.stages import plan as stages_plan
+from bloomery.stages import terminal
 from bloomery.stages.terminal import sentence
 from tests.calling import Call
 
@@ -99,3 +103,111 @@ def test_documents_without_one_for_validation_end_a_run_after_fetch_with_the_fix
 )
 def test_an_estimate_shows_no_digits_that_nobody_knows(seconds: float, words: str) -> None:
     assert about(seconds) == words
+
+
+# --- chat ----------------------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What a model answers."""
+
+    dropped: int
+    words: list[str]
+
+    @property
+    def texts(self) -> Iterator[str]:
+        for word in self.words:
+            if word == "^C":
+                raise KeyboardInterrupt
+            yield word
+
+
+class Talk:
+    """A chat whose lines are given, with what its models heard."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *lines: str, dropped: int = 0, words: Sequence[str] = ()
+    ) -> None:
+        self.heard: list[tuple[str, list[Message], SamplingConfig]] = []
+        self._dropped, self._words, left = dropped, [*words], [*lines]
+
+        def read(prompt: str) -> str:
+            if not left:
+                raise EOFError
+            return left.pop(0)
+
+        monkeypatch.setattr("builtins.input", read)
+        self.chat = terminal.TerminalChat(self.model("first"), lambda path: self.model(str(path)), SamplingConfig())
+        self.chat.run()
+
+    def model(self, name: str) -> terminal.Asks:
+        def ask(messages: list[Message], sampling: SamplingConfig) -> Told:
+            self.heard.append((name, [*messages], sampling))
+            return Told(self._dropped if len(messages) > 2 else 0, self._words or [name, " said"])
+
+        return ask
+
+    @property
+    def contents(self) -> list[list[str]]:
+        return [[message["content"] for message in messages] for _, messages, _ in self.heard]
+
+
+def test_a_chat_keeps_its_conversation_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, "a", "b", "", "c", "/reset", "d")
+    assert talk.contents == [["a"], ["a", "first said", "b"], ["c"], ["d"]]
+
+
+def test_lines_become_one_message_by_backslashes_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, "a\\", "b", "", '"""', "c", "", "/help", '"""', "", "//slash", "", "end\\")
+    assert talk.contents == [["a\nb"], ["c\n\n/help"], ["/slash"], ["end"]]
+
+
+def test_commands_change_what_is_asked_and_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, "/system Be brief.", "/temperature 0", "a", "/model other", "b", "/system", "/reset", "c")
+    (first, asked, sampling), (second, more, _), (_, last, _) = talk.heard
+    assert (first, second) == ("first", "other")
+    assert asked == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    assert [message["content"] for message in more] == ["Be brief.", "a", "first said", "b"]
+    assert sampling.temperature == 0
+    assert last == [{"role": "user", "content": "c"}]
+
+
+def test_a_conversation_is_saved_as_lines_of_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    Talk(monkeypatch, "/system ü", "a", f"/save {file}", "", "b", f"/save {file}", f"/save {tmp_path}")
+    first, second = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert [one["content"] for one in first["messages"]] == ["ü", "a", "first said"]
+    assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant"]
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/nothing", "there is no command /nothing"),
+        ("/model", "/model: names nothing"),
+        ("/temperature hot", "'hot' is no number from 0 to 100"),
+        ("/temperature nan", "'nan' is no number"),
+        ("/temperature 101", "'101' is no number"),
+    ],
+)
+def test_a_wrong_command_is_an_error_and_the_chat_goes_on(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Talk(monkeypatch, line, "a").contents == [["a"]]
+    assert said in capsys.readouterr().err
+
+
+def test_messages_that_do_not_fit_are_left_out_and_that_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Talk(monkeypatch, "a", "b", "c", dropped=2)
+    assert talk.contents == [["a"], ["a", "first said", "b"], ["b", "first said", "c"]]
+    assert capsys.readouterr().err.count("the oldest 2 messages do not fit") == 2
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, "a", "b", words=["Be", "gun", "^C", "never"])
+    assert talk.contents == [["a"], ["a", "Begun", "b"]]

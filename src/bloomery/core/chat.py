@@ -20,6 +20,14 @@ class Message(TypedDict):
     content: str
 
 
+class ToolMessage(Message, total=False):
+    """A message with the parts that only templates made for tools write. Arguments of calls are JSON data."""
+
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+
+
 def message_problem(value: object) -> str:
     """Why a value is no message, and what it has to be, or ""."""
     if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():

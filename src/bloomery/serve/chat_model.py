@@ -1,43 +1,111 @@
 """
-Turn a conversation into an answer, streamed as text pieces.
+Turn conversations and texts into answers, streamed as text pieces.
 
-The engine works with token IDs. Here they become text that can be shown to a person at once. A piece never holds
+The scheduler works with token IDs. Here they become text that can be shown to a person at once. A piece never holds
 half a character. It never holds the beginning of a stop string that a later token may complete.
+
+A request may ask for several answers. They are computed together, and with those of other requests.
 
 `ModelRegistry` has the models of all run folders, and loads each when it is first requested.
 """
 
-import codecs
+import hashlib
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.chat import Message, SamplingConfig
+from bloomery.core.chat import MAX_TOKENS, Message, SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.log import info
 from bloomery.generate.engine import Engine
+from bloomery.generate.scheduler import Request, Scheduler, Ticket, Timings
 from bloomery.hw import device
-from bloomery.tokenizer.chat_template import SHORTER
-from bloomery.weights import hf, locate
+from bloomery.model.quantize import QuantizedLinear
+from bloomery.model.transformer import on_meta
+from bloomery.serve.constrained import Form, Grammars, TextStream, ToolCall, ToolFormat, ToolText
+from bloomery.tokenizer.chat_template import SHORTER, Renderer, TooLongError
+from bloomery.tokenizer.jinja_template import JinjaRenderer
+from bloomery.weights import card, hf, locate
 from bloomery.weights.hf import Loaded, LoadFormat
 
-Finish = Literal["stop", "length"]
-"""Why an answer ended: the model ended it (or a stop string did), or there was no room for more."""
+import torch
+
+AnswerEnd = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended: the model ended it (or a stop string did), there was no room for more, or it calls tools."""
 
 ANSWERED_ROLES = ("user", "tool")
+MAX_CHOICES, MAX_SEQUENCES = 16, 64
+"""Answers to one prompt, and to all prompts of a request."""
+MAX_WAITING = 1024
+"""Sequences of a model. The queue of requests has its own, smaller limit."""
+SCORED = 256
+"""Positions of a prompt whose logits are there at once."""
+
+
+class StoppedError(RunError):
+    """An answer that ended before its end, because the client hung up or the server closes."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer was stopped", hint="The server is closing. Start it again and ask again.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a model is asked for: the answer to `messages`, or the continuation of each of `prompts`."""
+
+    sampling: SamplingConfig
+    messages: tuple[Message, ...] = ()
+    """If the last one is the assistant's, the answer continues it."""
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Texts or token IDs."""
+    choices: int = 1
+    """Answers to each prompt. The first has the seed of `sampling`, the others have seeds derived from it."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens each token comes with; None for tokens without log-probabilities."""
+    form: Form | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: Literal["auto", "required"] = "auto"
+    one_call: bool = False
+    """Of the calls in an answer, only the first counts."""
+    drops_oldest: bool = False
+    """Of a conversation that does not fit, the oldest messages are left out, but for those of the system."""
+    echo: bool = False
+    """An answer begins with its prompt."""
+
+    @property
+    def sequences(self) -> int:
+        return self.choices * max(1, len(self.prompts))
+
+
+class TokenScore(NamedTuple):
+    """A token with its log-probability, and the likeliest tokens at its position with theirs."""
+
+    token: bytes
+    logprob: float | None
+    """None for a first token, which nothing comes before."""
+    top: tuple[tuple[bytes, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """What one step added: whole characters (maybe none yet), the tokens it took, and on the last piece the reason."""
+    """
+    What one step added to an answer: whole characters (maybe none yet), the tokens it took, and on the answer's last
+    piece the reason why it ends. `index` is the answer's number.
+    """
 
     text: str
     tokens: int
-    finish: Finish | None = None
+    finish: AnswerEnd | None = None
+    index: int = 0
+    scores: tuple[TokenScore, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,16 +114,54 @@ class StreamedAnswer:
 
     prompt_tokens: int
     pieces: Generator[TextChunk, None, None]
+    dropped: int = 0
+    """Messages that were left out."""
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """What is shown of the pieces."""
+        with closing(self.pieces):
+            yield from (piece.text for piece in self.pieces if piece.text)
+
+
+@runtime_checkable
+class RunningAnswer(Protocol):
+    """Answers to a request on their way."""
+
+    prompt_tokens: int
+    dropped: int
+    """Messages that were left out."""
+
+    def take(self) -> list[TextChunk]:
+        """The pieces that nobody has read, at once. Raises the error that ended an answer."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers have ended, and all pieces were read."""
+        ...
+
+    def cancel(self) -> None:
+        """End all answers before their next token."""
+        ...
+
+    def timings(self) -> dict[str, float]: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
 
 
 @runtime_checkable
 class Answerer(Protocol):
-    """A model that takes a conversation."""
+    """A model that takes conversations and texts."""
 
     name: str
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
-        """Begin an answer. Raises DataError, before any work, for a conversation that the model cannot take."""
+    def begin(self, asked: Asked, notify: Callable[[], None]) -> RunningAnswer:
+        """
+        Begin the answers. `notify` is called from any thread when there are pieces to take. Raises DataError, before
+        any work, for what the model cannot take.
+        """
         ...
 
 
@@ -68,11 +174,13 @@ class ModelInfo:
     path: Path
     context: int = 0
     """In tokens; 0 where it is not known before the model is loaded."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More that is known of it."""
 
 
 @runtime_checkable
 class Models(Protocol):
-    """The models that can be asked for. Both methods are called from several threads."""
+    """The models that can be asked for. All methods are called from several threads."""
 
     def names(self) -> Sequence[ModelInfo]: ...
 
@@ -80,15 +188,10 @@ class Models(Protocol):
         """Load a model, or hand out the one that is loaded. Raises RunError for an unknown name."""
         ...
 
-
-@runtime_checkable
-class EngineProtocol(Protocol):
-    """Token IDs in, token IDs out. `context` is the number of positions. A stop ID is yielded and ends the stream."""
-
     @property
-    def context(self) -> int: ...
-
-    def stream(self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int]) -> Iterator[int]: ...
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded, and none is there yet."""
+        ...
 
 
 @runtime_checkable
@@ -108,122 +211,457 @@ class RendererProtocol(Protocol):
 
 
 @runtime_checkable
-class ByteDecoder(Protocol):
+class TextCoder(Protocol):
     """The part of a tokenizer that is needed here. Bytes, because one character may span tokens."""
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_within(self, text: str, max_tokens: int) -> list[int] | int: ...
+
+
+@runtime_checkable
+class SchedulerProtocol(Protocol):
+    """Computes requests side by side, each as a stream of tokens."""
+
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket: ...
+
+
+@dataclass(frozen=True)
+class ModelWords:
+    """How a model's texts become token IDs, and these texts again."""
+
+    tokenizer: TextCoder
+    renderer: Callable[[], RendererProtocol]
+    """Gives the chat template, or raises CheckpointError for a model without one."""
+    context: int
+    stop_ids: frozenset[int]
+    """IDs that end a continuation."""
+    opening: tuple[int, ...] = ()
+    """IDs before a text that is to be continued."""
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling settings of the model's makers."""
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> "ModelWords":
+        language = loaded.language
+        return cls(
+            tokenizer=loaded.tokenizer,
+            renderer=lambda: loaded.renderer,
+            context=loaded.model.config.context_length,
+            stop_ids=language.stop_ids,
+            opening=tuple(language.opening_ids),
+            recommended=language.sampling,
+        )
+
 
 class TextAnswerer:
-    """An engine, a renderer and a tokenizer as one model that takes a conversation."""
+    """A scheduler, a tokenizer and a chat template as one model that takes conversations and texts."""
+
+    def __init__(
+        self, name: str, scheduler: SchedulerProtocol, words: ModelWords, engine: Engine | None = None
+    ) -> None:
+        self.name = name
+        self._scheduler, self.words, self._engine = scheduler, words, engine
+
+    def answer(self, messages: Sequence[Message], sampling: SamplingConfig, *, drops: bool = False) -> StreamedAnswer:
+        """One answer to a conversation, made in the thread that reads it. Raises DataError as `begin` does."""
+        return self._streamed(Asked(sampling=sampling, messages=tuple(messages), drops_oldest=drops))
+
+    def continuation(self, prompt: str | Sequence[int], sampling: SamplingConfig) -> StreamedAnswer:
+        """One continuation of a text or of token IDs, without the chat template. Raises DataError as `begin` does."""
+        return self._streamed(Asked(sampling=sampling, prompts=(prompt if isinstance(prompt, str) else tuple(prompt),)))
+
+    def begin(self, asked: Asked, notify: Callable[[], None]) -> RunningAnswer:
+        """
+        Begin the answers. Raises DataError for wrong roles, no question, a prompt that fills the context, tools that
+        the chat template was not made for, and a form that cannot be compiled.
+        """
+        return self._prepared(asked).start(notify)
+
+    def _streamed(self, asked: Asked) -> StreamedAnswer:
+        prepared = self._prepared(asked)
+
+        def pieces() -> Generator[TextChunk, None, None]:
+            changed = threading.Event()
+            answer = prepared.start(changed.set)
+            try:
+                while not answer.done:
+                    changed.wait()
+                    changed.clear()
+                    yield from answer.take()
+            finally:
+                answer.cancel()
+
+        return StreamedAnswer(prepared.prompt_tokens, pieces(), prepared.dropped)
+
+    def _prepared(self, asked: Asked) -> "_Prepared":
+        sampling = asked.sampling.recommended(self.words.recommended)
+        asked = replace(asked, sampling=sampling)
+        if asked.messages or not asked.prompts:
+            ids, dropped = self.conversation_ids(asked)
+            return _Prepared(self, asked, (_Prompt(ids),), self._renderer(asked).end_ids, dropped)
+        prompts = []
+        for number, prompt in enumerate(asked.prompts):
+            ids = self.text_ids(prompt)
+            self._check_room(ids, "the prompt", "prompt", "Shorten it.")
+            opened = len(self.words.opening) if isinstance(prompt, str) else 0
+            scores = self.scores(ids, asked.logprobs)[opened:] if asked.echo and asked.logprobs is not None else ()
+            prompts.append(_Prompt(ids, self.text(ids) if asked.echo else "", tuple(scores), number))
+        return _Prepared(self, asked, tuple(prompts), self.words.stop_ids, 0)
+
+    def _renderer(self, asked: Asked) -> RendererProtocol:
+        """The chat template. Raises DataError where there is none, or it was not made for tools."""
+        renderer = self._chat_renderer()
+        speaks_of_tools = asked.tools or any("tool_calls" in message for message in asked.messages)
+        if speaks_of_tools and self.tool_format is None:
+            what = f"the chat template of {self.name} was not made for tools"
+            hint = "Leave the tools out, or ask a model whose template writes them."
+            raise DataError(what, where="tools" if asked.tools else "messages", hint=hint)
+        return renderer
+
+    def _chat_renderer(self) -> RendererProtocol:
+        try:
+            return self.words.renderer()
+        except CheckpointError as error:
+            what = f"{self.name} has no chat template: it continues text"
+            hint = f"Ask POST /v1/completions with a prompt. In a terminal: {error.hint}"
+            raise DataError(what, where="messages", hint=hint) from None
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the chat template writes calls of tools; None where it does not."""
+        try:
+            return ToolFormat.of(self.words.renderer())
+        except CheckpointError:
+            return None
+
+    def conversation_ids(self, asked: Asked) -> tuple[list[int], int]:
+        """
+        The token IDs of a conversation up to where the answer begins or continues, and how many messages were left out.
+        Raises DataError.
+        """
+        check_conversation(asked.messages)
+        renderer, messages = self._renderer(asked), asked.messages
+        if not asked.drops_oldest:
+            return self._rendered(renderer, messages, asked, self.words.context), 0
+        room = self.words.context - min(asked.sampling.max_tokens, self.words.context // 4)
+        first = next((at for at, one in enumerate(messages) if one["role"] != "system"), 0)
+        begins = [first] + [at for at, one in enumerate(messages) if one["role"] == "user" and at > first]
+        low, high = 0, len(begins) - 1
+        while low < high:  # of the beginnings from which the conversation fits, the earliest
+            middle = (low + high) // 2
+            try:
+                self._rendered(renderer, (*messages[:first], *messages[begins[middle] :]), asked, room)
+                high = middle
+            except TooLongError:
+                low = middle + 1
+        kept = (*messages[:first], *messages[begins[low] :])
+        return self._rendered(renderer, kept, asked, self.words.context), len(messages) - len(kept)
+
+    def _rendered(
+        self, renderer: RendererProtocol, messages: tuple[Message, ...], asked: Asked, max_tokens: int
+    ) -> list[int]:
+        begun = messages[-1] if messages[-1]["role"] == "assistant" else None
+        heard = messages[:-1] if begun else messages
+        if isinstance(renderer, JinjaRenderer) and asked.tools:
+            ids = renderer.prompt(heard, max_tokens, tools=list(asked.tools))
+        else:
+            ids = renderer.prompt(heard, max_tokens)
+        if begun is not None:
+            content = begun["content"]
+            content = renderer.template.content(begun) if isinstance(renderer, Renderer) else content
+            ids += self.words.tokenizer.encode(renderer.lead + content)
+        elif renderer.lead and (asked.form is not None or asked.calls == "required"):
+            ids += self.words.tokenizer.encode(renderer.lead)  # the form is that of the text behind it
+        if len(ids) >= max_tokens:
+            what = f"the conversation takes {len(ids)} tokens, and {self.name} has a context of {self.words.context}"
+            raise TooLongError(what, where="messages", hint=SHORTER)
+        return ids
+
+    def text_ids(self, prompt: str | Sequence[int], where: str = "prompt") -> list[int]:
+        """
+        The token IDs of a text that is to be continued. Raises DataError for token IDs that the model lacks, and
+        TooLongError for a text that does not fit.
+        """
+        if not isinstance(prompt, str):
+            if self._engine is not None and (wrong := [id for id in prompt if id >= self._engine.num_ids]):
+                hint = f"This model's token IDs are 0 to {self._engine.num_ids - 1}."
+                raise DataError(f"there is no token {wrong[0]}", where=where, hint=hint)
+            return list(prompt)
+        opening = list(self.words.opening)
+        ids = self.words.tokenizer.encode_within(prompt, self.words.context - len(opening))
+        if isinstance(ids, int):
+            what = f"takes at least {ids + len(opening)} tokens, and {self.name} has a context of {self.words.context}"
+            raise TooLongError(what, where=where, hint="Shorten it.")
+        return [*opening, *ids] or sorted(self.words.stop_ids)[:1]
+
+    def encoded(self, text: str, *, opened: bool) -> list[int]:
+        """The token IDs of any text, with those that open a text if it is to be `opened`."""
+        ids = self.words.tokenizer.encode_within(text, MAX_TOKENS)
+        assert isinstance(ids, list), "no body holds so many tokens"
+        return [*self.words.opening, *ids] if opened else ids
+
+    def written_ids(self, asked: Asked) -> list[int]:
+        """The token IDs of a conversation, also of one that does not fit. Raises DataError for one without question."""
+        check_conversation(asked.messages)
+        return self._rendered(self._renderer(asked), asked.messages, asked, MAX_TOKENS)
+
+    def shown_text(self, ids: Iterable[int]) -> str:
+        """The text of token IDs, with the names of special tokens. Raises DataError for IDs that the model lacks."""
+        return b"".join(map(self.token, self.text_ids(list(ids), "tokens"))).decode("utf-8", "replace")
+
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of token IDs, without special tokens."""
+        return self.words.tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace")
+
+    def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str) -> None:
+        if len(ids) >= self.words.context:
+            what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self.words.context}"
+            raise TooLongError(what, where=where, hint=hint)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles the forms that answers have to have."""
+        tokenizer: Any = self.words.tokenizer
+        try:
+            return Grammars(tokenizer, self.words.renderer().end_ids)
+        except CheckpointError:
+            return Grammars(tokenizer, self.words.stop_ids)
+
+    def token(self, id: int) -> bytes:
+        """The bytes of a token; of a special token its name."""
+        return self.special_names.get(id) or self.words.tokenizer.decode_bytes([id])
+
+    @cached_property
+    def special_names(self) -> dict[int, bytes]:
+        spec = getattr(self.words.tokenizer, "spec", {"added_tokens": []})
+        return {token["id"]: token["content"].encode() for token in spec["added_tokens"] if token["special"]}
+
+    @torch.inference_mode()
+    def scores(self, ids: Sequence[int], top: int) -> list[TokenScore]:
+        """Each token of a text with its log-probability after those before it, and the `top` likeliest ones there."""
+        assert self._engine is not None
+        model, size = self._engine.model, self._engine.num_ids
+        hidden = model(torch.tensor([list(ids)], device=model.embed.weight.device))[:, :-1]
+        scores = [TokenScore(self.token(ids[0]), None)]
+        for begin in range(0, hidden.shape[1], SCORED):
+            logits = model.logits(hidden[:, begin : begin + SCORED])[0, :, :size].float()
+            chances = torch.log_softmax(logits, dim=-1)
+            best = torch.topk(chances, min(top, size), dim=-1)
+            for row, id in enumerate(ids[begin + 1 : begin + 1 + SCORED]):
+                pairs = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
+                likeliest = tuple((self.token(other), value) for other, value in pairs)
+                scores.append(TokenScore(self.token(id), float(chances[row, id]), likeliest))
+        return scores
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of a model that is loaded: its number format, whether it chats, and by which template."""
+        try:
+            template = getattr(self.words.renderer(), "name", None)
+        except CheckpointError:
+            return {"chats": False, **self._number_format()}
+        tools = self.tool_format is not None
+        return {"chats": True, "chat_template": template, "tools": tools, **self._number_format()}
+
+    def _number_format(self) -> dict[str, str]:
+        if self._engine is None:
+            return {}
+        frozen = next((one for one in self._engine.model.modules() if isinstance(one, QuantizedLinear)), None)
+        dtype = str(self._engine.model.embed.weight.dtype).removeprefix("torch.")
+        return {"number_format": dtype if frozen is None else type(frozen).__name__.lower()}
+
+    def embedding(self, ids: Sequence[int]) -> list[float]:
+        """The mean of the last hidden states of a text. Raises DataError for one that does not fit."""
+        assert self._engine is not None
+        numbers: list[float] = self._engine.embed(ids).tolist()
+        return numbers
+
+
+class _Prompt(NamedTuple):
+    """A prompt, and what an answer that echoes it begins with."""
+
+    ids: list[int]
+    text: str = ""
+    scores: tuple[TokenScore, ...] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request that is known to be right."""
+
+    model: TextAnswerer
+    asked: Asked
+    prompts: tuple[_Prompt, ...]
+    stop_ids: frozenset[int]
+    dropped: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def start(self, notify: Callable[[], None]) -> "AnswerStreams":
+        """Hand all sequences to the scheduler. Raises what it raises."""
+        asked, model = self.asked, self.model
+        form, format = asked.form, model.tool_format if asked.tools else None
+        special = {name.decode(): id for id, name in model.special_names.items()}
+        if format is not None and asked.calls == "required":
+            form = format.form(asked.tools, special)
+        continues = not asked.messages or asked.messages[-1]["role"] == "assistant" or form is not None
+        lead = "" if continues else self.model.words.renderer().lead
+        choices: list[ChoiceStream] = []
+        for prompt in self.prompts:
+            for number in range(asked.choices):
+                constraint = model.grammars.constraint(form) if form is not None else None
+                sampling = replace(asked.sampling, seed=derived_seed(asked.sampling.seed, number))
+                request = Request(prompt.ids, sampling, self.stop_ids, asked.logprobs, constraint)
+                index = prompt.number * asked.choices + number
+                try:
+                    ticket = model._scheduler.submit(request, notify)
+                except Exception:
+                    for choice in choices:
+                        choice.cancel()
+                    raise
+                names = [tool["function"]["name"] for tool in asked.tools]
+                calls = None if format is None else ToolText(format, names, one_call=asked.one_call)
+                choices.append(ChoiceStream(model, index, ticket, TextStream(asked.sampling.stop, lead), prompt, calls))
+        return AnswerStreams(choices, self.prompt_tokens, self.dropped, model)
+
+
+def derived_seed(seed: int | None, number: int) -> int | None:
+    """The seed of the answer with this number: that of the request for the first. None stays a new one each time."""
+    if seed is None or number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:7], "big")
+
+
+class ChoiceStream:
+    """One answer: its tokens as pieces of text."""
 
     def __init__(
         self,
-        name: str,
-        engine: EngineProtocol,
-        renderer: Callable[[], RendererProtocol],
-        tokenizer: ByteDecoder,
-        recommended: Mapping[str, Any] = MappingProxyType({}),
+        model: TextAnswerer,
+        index: int,
+        ticket: Ticket,
+        text: TextStream,
+        prompt: _Prompt,
+        calls: "ToolText | None",
     ) -> None:
-        """
-        `renderer` gives the chat template, or raises CheckpointError for a model without one. `recommended` are the
-        sampling settings of the model's makers.
-        """
-        self.name = name
-        self._engine, self._renderer, self._tokenizer = engine, renderer, tokenizer
-        self._recommended = recommended
+        self.index, self.ticket = index, ticket
+        self.finish: AnswerEnd | None = None
+        self.num_tokens = 0
+        self._model, self._text, self._calls = model, text, calls
+        self._echo = TextChunk(prompt.text, 0, None, index, prompt.scores) if prompt.text or prompt.scores else None
 
-    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
-        """Begin an answer. Raises DataError for wrong roles, no question, or a prompt that fills the context."""
-        check_conversation(messages)
-        renderer = self._renderer()
-        ids = renderer.prompt(messages, self._engine.context)
-        self._check_room(ids, "the conversation", "messages", SHORTER)
-        return StreamedAnswer(len(ids), self._pieces(ids, sampling, renderer.end_ids, renderer.lead))
+    def cancel(self) -> None:
+        self.ticket.cancel()
 
-    def continuation(self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int]) -> StreamedAnswer:
-        """
-        Begin a continuation of token IDs, without the chat template. It ends before an ID of `stop_ids`. Raises
-        DataError for a prompt that is empty or fills the context.
-        """
-        self._check_room(ids, "the prompt", "prompt", "Shorten it.")
-        return StreamedAnswer(len(ids), self._pieces(ids, sampling, stop_ids, ""))
+    def take(self) -> list[TextChunk]:
+        """Pieces of all tokens that are there. The last one has a finish. Raises what ended the ticket."""
+        chunks: list[TextChunk] = []
+        if self._echo is not None:
+            chunks, self._echo = [self._echo], None
+        if self.finish is not None:
+            return chunks
+        stop_ids = self.ticket.request.stop_ids
+        for token in self.ticket.take():
+            self.num_tokens += 1
+            if token.id in stop_ids:
+                chunks.append(self._end(1, "stop"))
+                return chunks
+            shown = self._text.add(self._bytes(token.id))
+            if self._text.stopped:
+                self.ticket.cancel()
+                chunks.append(self._end(1, "stop", shown))
+                return chunks
+            scores: tuple[TokenScore, ...] = ()
+            if token.logprob is not None:
+                top = tuple((self._model.token(id), logprob) for id, logprob in token.top)
+                scores = (TokenScore(self._model.token(token.id), token.logprob, top),)
+            shown = shown if self._calls is None else self._calls.add(shown)
+            chunks.append(TextChunk(shown, 1, None, self.index, scores))
+        if self.ticket.done and self.ticket.finish_reason is not None:
+            if self.ticket.finish_reason == "cancelled":
+                raise StoppedError
+            # What was held back may hold a whole stop string only now that no byte can follow.
+            chunks.append(self._end(0, "stop" if self.ticket.finish_reason == "stop" else "length"))
+        return chunks
 
-    def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str) -> None:
-        if len(ids) >= self._engine.context:
-            what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self._engine.context}"
-            raise DataError(what, where=where, hint=hint)
+    def _bytes(self, id: int) -> bytes:
+        if self._calls is not None and id in self._model.special_names:
+            return self._calls.shown(self._model.special_names[id])
+        return self._model.words.tokenizer.decode_bytes([id])
 
-    def _pieces(
-        self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int], lead: str
-    ) -> Generator[TextChunk, None, None]:
-        sampling = sampling.recommended(self._recommended)
-        text = TextStream(sampling.stop, lead)
-        for token in self._engine.stream(ids, sampling, stop_ids=stop_ids):
-            if token in stop_ids:
-                yield TextChunk(text.end(), 1, "stop")
-                return
-            shown = text.add(self._tokenizer.decode_bytes([token]))
-            if text.stopped:
-                yield TextChunk(shown, 1, "stop")
-                return
-            yield TextChunk(shown, 1)
-        # What was held back may hold a whole stop string only now that no byte can follow.
-        yield TextChunk(text.end(), 0, "stop" if text.stopped else "length")
+    def _end(self, tokens: int, finish: AnswerEnd, shown: str | None = None) -> TextChunk:
+        text = self._text.end() if shown is None else shown
+        self.finish = "stop" if self._text.stopped else finish
+        calls: tuple[ToolCall, ...] = ()
+        if self._calls is not None:
+            text, calls = self._calls.end(text)
+            self.finish = "tool_calls" if calls else self.finish
+        return TextChunk(text, tokens, self.finish, self.index, calls=calls)
 
 
-class TextStream:
-    """
-    Bytes in, text out that nothing later can take back.
+class AnswerStreams:
+    """All answers to a request on their way."""
 
-    Held back are the bytes of an unfinished character, and the longest end of the text that begins a stop string.
-    What is given out, joined, is the text of all bytes up to the stop string that is complete first, however the bytes
-    were cut.
-    """
+    def __init__(self, choices: Sequence[ChoiceStream], prompt_tokens: int, dropped: int, model: TextAnswerer) -> None:
+        self.prompt_tokens, self.dropped = prompt_tokens, dropped
+        self._choices = choices
+        self._model = model  # whose scheduler closes with it
 
-    def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
-        """`lead` is left out where the text begins with it."""
-        self.stopped = False
-        self._stop = [mark for mark in stop if mark]
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held, self._lead = "", lead
+    def take(self) -> list[TextChunk]:
+        """Pieces of all answers that are there. Raises what ended one of them, and StoppedError after `cancel`."""
+        return [chunk for choice in self._choices for chunk in choice.take()]
 
-    def add(self, data: bytes) -> str:
-        """The text that is certain after these bytes."""
-        return self._take(self._decoder.decode(data), last=False)
+    @property
+    def done(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
 
-    def end(self) -> str:
-        """What was held back, now that nothing follows. A character that was never finished becomes U+FFFD."""
-        return self._take(self._decoder.decode(b"", final=True), last=True)
+    def cancel(self) -> None:
+        """End all answers before their next token."""
+        for choice in self._choices:
+            choice.cancel()
 
-    def _take(self, new: str, *, last: bool) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + new
-        if self._lead:
-            if not last and len(text) < len(self._lead) and self._lead.startswith(text):
-                self._held = text
-                return ""
-            text, self._lead = text.removeprefix(self._lead), ""
-        matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
-        if matches:
-            self.stopped, self._held = True, ""
-            return text[: min(matches)[1]]
-        keep = 0 if last else max((_overlap(text, mark) for mark in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, whose keys and values were there."""
+        return sum(choice.ticket.cached_tokens for choice in self._choices)
+
+    def timings(self) -> dict[str, float]:
+        """In the names of llama.cpp. Of several answers, the times are those of the slowest."""
+        times: list[Timings] = [choice.ticket.timings for choice in self._choices]
+        said = sum(choice.num_tokens for choice in self._choices)
+        read = self.prompt_tokens - self.cached_tokens if len(self._choices) == 1 else self.prompt_tokens
+        waiting = max(one.waiting_seconds for one in times)
+        prompt, answer = max(one.prompt_seconds for one in times), max(one.answer_seconds for one in times)
+        rates = {
+            **({"prompt_per_second": read / prompt} if prompt else {}),
+            **({"predicted_per_second": said / answer} if answer else {}),
+        }
+        return {
+            "queue_ms": 1000 * waiting,
+            "cache_n": self.cached_tokens,
+            "prompt_n": read,
+            "prompt_ms": 1000 * prompt,
+            "predicted_n": said,
+            "predicted_ms": 1000 * answer,
+            **rates,
+        }
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise DataError unless the last message is one to be answered. The renderer checks each message."""
-    if not messages or messages[-1]["role"] not in ANSWERED_ROLES:
-        what = f"the last one is from the {messages[-1]['role']}" if messages else "there are none"
-        raise DataError(what, where="messages", hint="A conversation ends with a message of the user or a tool.")
-
-
-def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that begins `mark` without being all of it."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+    """
+    Raise DataError unless the last message is one to be answered, or the beginning of an answer to one. The renderer
+    checks each message.
+    """
+    asked = messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
+    if not asked or asked[-1]["role"] not in ANSWERED_ROLES:
+        what = f"the last one is from the {asked[-1]['role']}" if asked else "there are none"
+        hint = "A conversation ends with a message of the user or a tool, or the beginning of an answer to it."
+        raise DataError(what, where="messages", hint=hint)
 
 
 def answerer(name: str, path: Path, dtype: LoadFormat = "float32") -> TextAnswerer:
@@ -232,9 +670,12 @@ def answerer(name: str, path: Path, dtype: LoadFormat = "float32") -> TextAnswer
 
 
 def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
-    """The answerer of a model that is loaded."""
+    """The answerer of a model that is loaded. Its scheduler ends with it."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
-    return TextAnswerer(name, engine, lambda: loaded.renderer, loaded.tokenizer, loaded.language.sampling)
+    scheduler = Scheduler(engine, max_waiting=MAX_WAITING)
+    model = TextAnswerer(name, scheduler, ModelWords.of(loaded), engine)
+    weakref.finalize(model, scheduler.close)
+    return model
 
 
 class ModelRegistry:
@@ -250,20 +691,17 @@ class ModelRegistry:
     ) -> None:
         """`named` are models outside of `runs`, by the names that clients use. `dtype` is how weights are kept."""
         self.runs, self.named, self.dtype = runs, named, dtype
-        self._loaded: dict[str, tuple[float, Answerer]] = {}
-        self._contexts: dict[tuple[Path, float], int] = {}
-        self._lock = threading.Lock()
+        self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
+        self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
+        self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
         for folder in locate.unnamable(runs):
             info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
 
     def names(self) -> Sequence[ModelInfo]:
         there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
-        return [
-            ModelInfo(name, int(mtime := _made(path)), path, self._context(path, mtime))
-            for name, path in {**self.named, **there}.items()
-        ]
+        return [self._info(name, path) for name, path in {**self.named, **there}.items()]
 
-    def get(self, name: str) -> Answerer:
+    def get(self, name: str) -> TextAnswerer:
         models = {one.name: one for one in locate.models(self.runs)}
         if name in models:
             path = models[name].folder
@@ -276,18 +714,49 @@ class ModelRegistry:
             raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=hint)
         mtime = _made(path)
         with self._lock:
+            own = self._locks.setdefault(name, threading.Lock())
+        with own:
             if name not in self._loaded or self._loaded[name][0] != mtime:
-                self._loaded[name] = mtime, answerer(name, path, self.dtype)
+                self._loading += 1
+                try:
+                    self._loaded[name] = mtime, answerer(name, path, self.dtype)
+                finally:
+                    self._loading -= 1
             return self._loaded[name][1]
 
-    def _context(self, folder: Path, mtime: float) -> int:
-        """The context length; 0 for a model that cannot be read. A request for that model gets the error."""
-        if (folder, mtime) not in self._contexts:
-            try:
-                self._contexts[folder, mtime] = hf.context(folder)
-            except CheckpointError:
-                self._contexts[folder, mtime] = 0
-        return self._contexts[folder, mtime]
+    @property
+    def is_loading(self) -> bool:
+        return self._loading > 0 and not self._loaded
+
+    def _info(self, name: str, path: Path) -> ModelInfo:
+        mtime = _made(path)
+        if (path, mtime) not in self._facts:
+            self._facts[path, mtime] = _facts(path)
+        context, facts = self._facts[path, mtime]
+        loaded_mtime, model = self._loaded.get(name, (0.0, None))
+        if model is not None and loaded_mtime == mtime:
+            facts = {**facts, **model.facts()}
+        return ModelInfo(name, int(mtime), path, context, facts)
+
+
+def _facts(path: Path) -> tuple[int, dict[str, Any]]:
+    """
+    The context of a model, 0 for one that cannot be read, and what its files say of it, without its weights. A request
+    for a model that cannot be read gets the error.
+    """
+    try:
+        config, rows = hf.config_of(path)
+        source = card.provenance(path)
+    except (CheckpointError, DataError):
+        return 0, {}
+    parameters = sum(weight.numel() for weight in on_meta(config, rows).parameters())
+    bits = source.report.get("bits_per_byte", {})
+    known = {
+        "parameters": parameters,
+        "license": source.license,
+        "bits_per_byte": bits.get("model") if isinstance(bits, dict) and bits.get("bytes") else None,
+    }
+    return config.context_length, {name: value for name, value in known.items() if value is not None}
 
 
 def _made(path: Path) -> float:

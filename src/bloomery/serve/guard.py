@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bloomery.core.errors import ConfigError
-from bloomery.serve import openai_api
+from bloomery.serve.openai_api import ACCEPTED
+from bloomery.serve.replies import error_body
 
 MAX_CONNECTIONS = 512
 """Half of the 1,024 descriptors that a process usually has."""
@@ -35,7 +36,7 @@ HEADER_SECONDS, BODY_SECONDS, UNREAD_SECONDS, LINGER_SECONDS = 10.0, 30.0, 30.0,
 """For all headers, for a whole body, for a client to read what waits for it, and to hear a refusal while it sends."""
 KIB, MIB = 2**10, 2**20
 MAX_BODY_BYTES, MAX_OTHER_BYTES, MAX_HELD_BYTES = 16 * MIB, 4 * KIB, 64 * MIB
-"""Of a conversation, of any other body, and of all bodies at once."""
+"""Of a text or conversation, of any other body, and of all bodies at once."""
 BYTES_PER_TOKEN = 64
 """Of JSON: a token has 4 bytes of text on average, and every byte of it may be written as an escape of 6."""
 MAX_DEPTH, MAX_SIGNS = 32, 100_000
@@ -45,7 +46,20 @@ MIN_TOKEN = 16
 LOGINS_A_MINUTE = 10
 """Failed ones, of one address."""
 
-CHAT, LOGIN, HEALTH = "/v1/chat/completions", "/login", "/health"
+LOGIN, HEALTH = "/login", "/health"
+BODIES = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+    }
+)
+"""Routes that take texts and conversations."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_SIGNS = bytes(set(range(256)) - set(b"[]{},:"))
 _STEPS = dict(zip(b"[{]}", (1, 1, -1, -1), strict=True))
@@ -164,14 +178,14 @@ class RequestGuard:
         if path != HEALTH and not is_login and not self._is_known(request):
             return self._ask_for_token(request)
         limit = MAX_OTHER_BYTES
-        if path == CHAT:
+        if path in BODIES:
             limit = min(MIB + BYTES_PER_TOKEN * await self._context(), MAX_BODY_BYTES)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 answer = await self._read(request, body, limit)
         except TimeoutError:
             return _error(408, f"the body took longer than {BODY_SECONDS:.0f} seconds.")
-        if answer is None and path == CHAT:
+        if answer is None and path in BODIES:
             async with self._one_at_a_time:
                 answer = await asyncio.to_thread(too_complex, bytes(body))
         return answer or (self._log_in(request, bytes(body)) if is_login else None)
@@ -229,7 +243,7 @@ class RequestGuard:
 def too_complex(body: bytes) -> Response | None:
     """Refuse JSON that is not UTF-8, or whose nesting or number of values would cost a parser much."""
     if b"\0" in body:
-        return _error(400, f"the body holds a NUL byte, which JSON in UTF-8 never does. {openai_api.ACCEPTED}")
+        return _error(400, f"the body holds a NUL byte, which JSON in UTF-8 never does. {ACCEPTED}")
     unquoted, strings = _STRING.subn(b"", body, MAX_SIGNS + 1)
     signs = unquoted.translate(None, _NO_SIGNS)
     if max(strings, len(signs)) > MAX_SIGNS:
@@ -284,9 +298,7 @@ def _digest(text: str) -> bytes:
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     retry: dict[str, Any] = {} if status == 429 else {"x-should-retry": "false"}
-    body = openai_api.error_body(
-        message, kind="invalid_request_error", code="invalid_api_key" if status == 401 else None
-    )
+    body = error_body(message, kind="invalid_request_error", code="invalid_api_key" if status == 401 else None)
     return JSONResponse(body, status, {**retry, **(headers or {})})
 
 

@@ -1,5 +1,6 @@
 """
-Request and response formats of OpenAI's chat completions, as far as this server supports them.
+Requests of OpenAI's API, checked: chat completions, completions, embeddings and responses, and what llama.cpp and vLLM
+add to them. replies.py has the answers.
 
 A field that this server does not know is an error, because an ignored field changes the answer silently. The fields
 in IGNORED are the exception. They say who asks, what the answer may cost or where it is kept, never what the answer
@@ -7,23 +8,28 @@ is.
 """
 
 import json
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from bloomery.core.chat import MAX_SEED, MAX_TOKENS, Message, SamplingConfig, bad_character
+from bloomery.core.chat import LIMITS, MAX_SEED, MAX_TOKENS, Message, SamplingConfig, ToolMessage, bad_character
 from bloomery.core.errors import DataError, readable
-from bloomery.serve.chat_model import Finish, ModelInfo, TextChunk
+from bloomery.serve.chat_model import MAX_CHOICES, MAX_SEQUENCES, Asked
+from bloomery.serve.constrained import (
+    Form,
+    choice_form,
+    grammar_form,
+    object_form,
+    regex_form,
+    schema_form,
+)
 
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -34,21 +40,15 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""`prediction` only makes an answer faster, `parallel_tool_calls` means nothing without tools."""
+"""`prediction` only makes an answer faster."""
 
 ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "modalities": (["text"],),
+    "suffix": ("",),
+    "background": (False,),
+    "include": ([],),
 }
 """Fields of which only the values that ask for nothing are accepted."""
 
@@ -58,6 +58,9 @@ MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_LENGTH, MAX_NAME = 10_000, 1000, 16
 """Of a request; parts of one message. Every token of an answer is compared with every stop string."""
 MAX_FIELDS = 16
 """Of `stream_options`, and of a part of a message."""
+MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS = 20, 128, 128, 256
+"""Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings."""
+TOOL_NAME_CHARS = 64
 
 SHOWN = 80
 """Characters of a value that an error repeats."""
@@ -97,25 +100,62 @@ Parts = Annotated[list[Annotated[ContentPart, FewFields]], Field(max_length=MAX_
 
 class WireMessage(BaseModel):
     """
-    A message as a client sends it. `developer` is a newer name of the system's role; `name` and `tool_call_id` are
-    ignored. Fields that are null pass, so that the message of an answer can be sent back as it came.
+    A message as a client sends it. `developer` is a newer name of the system's role. Fields that are null pass, so that
+    the message of an answer can be sent back as it came.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, Tag(TEXT)] | Parts, TextOrList]
+    content: Annotated[Annotated[str, Tag(TEXT)] | Parts, TextOrList] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Any = None
 
-    def plain(self) -> Message:
+    def plain(self, where: str) -> Message:
+        """The message. Raises DataError for one that cannot be read; `where` is its path in the request."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
                 what = "this server does not know that field of a message"
                 raise DataError(what, where=name[:SHOWN], hint="Leave it out.")
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        calls = _calls(self.tool_calls, f"{where}.tool_calls") if self.tool_calls else []
+        if calls and self.role != "assistant":
+            raise DataError(f"a message of the {self.role} calls no tools", where=f"{where}.tool_calls")
+        if self.content is None and not calls:
+            raise DataError("is required", where=f"{where}.content")
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         if problem := bad_character(text, "a message"):
             raise DataError(f"{problem.reason}: {problem.what}", where="messages", hint="Leave that character out.")
-        return Message(role="system" if self.role == "developer" else self.role, content=text)
+        message = ToolMessage(role="system" if self.role == "developer" else self.role, content=text)
+        if calls:
+            message["tool_calls"] = calls
+        if self.role == "tool":
+            if self.tool_call_id is not None:
+                message["tool_call_id"] = self.tool_call_id
+            if self.name is not None:
+                message["name"] = self.name
+        return message
+
+
+def _calls(value: object, where: str) -> list[dict[str, Any]]:
+    """The calls of a message as templates read them: with arguments as JSON data. Raises DataError."""
+    if not isinstance(value, list) or len(value) > MAX_CALLS:
+        raise DataError(f"has to be a list of at most {MAX_CALLS} calls, got {_shown(value)}", where=where)
+    calls = []
+    for number, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"is no call of a function: {_shown(call)}", where=f"{where}.{number}")
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            raise DataError(f"is no JSON: {_shown(arguments)}", where=f"{where}.{number}.function.arguments") from None
+        if not isinstance(arguments, dict):
+            raise DataError(f"is no object: {_shown(arguments)}", where=f"{where}.{number}.function.arguments")
+        named = {"name": function["name"], "arguments": arguments}
+        calls.append({"id": str(call.get("id", "")), "type": "function", "function": named})
+    return calls
 
 
 StopStrings = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
@@ -128,31 +168,25 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions. What is left out is as in SamplingConfig; `top_k` is an extension."""
+def _number(name: str, low: float | None = None, high: float | None = None) -> Any:
+    """The limits of a sampling setting, or narrower ones."""
+    least, most = LIMITS[name]
+    return Field(ge=least if low is None else low, le=most if high is None else high, allow_inf_nan=False)
+
+
+WireKind = TypeVar("WireKind", bound="WireRequest")
+
+
+class WireRequest(BaseModel):
+    """What every request has."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    own: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no sampling settings."""
     model: Annotated[str, Field(max_length=MAX_NAME)]
-    messages: Annotated[list[WireMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-    stream: bool | None = None
-    stream_options: Annotated[StreamOptions, FewFields] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Annotated[Annotated[StopStrings, Tag(TEXT)] | Stops, TextOrList] | None = None
 
-    @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def conversation(self) -> list[Message]:
-        return [message.plain() for message in self.messages]
-
-    def sampling(self) -> SamplingConfig:
-        """How to answer. Raises DataError for a field that asks for what this server cannot do."""
+    def check_unknown(self) -> None:
+        """Raise DataError for a field that asks for what this server cannot do."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in ASKS_NOTHING.get(name, ()):
                 continue
@@ -160,90 +194,431 @@ class ChatRequest(BaseModel):
                 accepted = " or ".join(json.dumps(one) for one in ASKS_NOTHING[name])
                 what = f"this server does not do {_shown(value)}, only {accepted}"
                 raise DataError(what, where=name[:SHOWN], hint="Leave it out.")
-            hint = f"Fields that change an answer are {', '.join(_sampling_fields())}."
-            raise DataError("unknown field", where=name[:SHOWN], hint=hint)
+            known = sorted(set(type(self).model_fields) - {"model", "messages", "stream", "stream_options"})
+            raise DataError("unknown field", where=name[:SHOWN], hint=f"Fields are {', '.join(known)}.")
+
+
+class SamplingRequest(WireRequest):
+    """How an answer is sampled. What is left out is as in SamplingConfig, or as the model's makers recommend."""
+
+    stream: bool | None = None
+    stream_options: Annotated[StreamOptions, FewFields] | None = None
+    temperature: Annotated[float, _number("temperature", high=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, _number("top_k")] | None = None
+    min_p: Annotated[float, _number("min_p")] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, _number("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _number("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _number("frequency_penalty")] | None = None
+    penalty_window: Annotated[int, _number("penalty_window")] | None = None
+    no_repeat_ngram: Annotated[int, _number("no_repeat_ngram")] | None = None
+    logit_bias: Any = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    stop: Annotated[Annotated[StopStrings, Tag(TEXT)] | Stops, TextOrList] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Any = None
+    guided_grammar: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def longest(self) -> int | None:
+        """Of the answer, in tokens."""
+        raise NotImplementedError
+
+    def sampling(self) -> SamplingConfig:
+        """Raises DataError for a setting that is out of its limits."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
             raise DataError("a stop string is empty", where="stop", hint="Every text begins with it. Leave it out.")
-        values: dict[str, Any] = {
-            "max_tokens": self.max_completion_tokens or self.max_tokens,
+        values: dict[str, Any] = {name: getattr(self, name) for name in LIMITS if name != "max_tokens"}
+        biases = None if not self.logit_bias else _biases(self.logit_bias)
+        return SamplingConfig.of({**values, "max_tokens": self.longest, "logit_bias": biases, "stop": stop})
+
+    def form(self) -> Form | None:
+        """What the answer has to be. Raises DataError for several forms, or one that is not understood."""
+        forms = [*_response_forms(self.response_format, "response_format")]
+        if self.guided_json is not None:
+            forms.append(schema_form(_schema(self.guided_json, "guided_json"), "guided_json"))
+        if self.guided_regex is not None:
+            forms.append(regex_form(self.guided_regex, "guided_regex"))
+        if self.guided_choice is not None:
+            forms.append(choice_form(_texts(self.guided_choice, "guided_choice"), "guided_choice"))
+        if self.guided_grammar is not None:
+            forms.append(grammar_form(self.guided_grammar, "guided_grammar"))
+        if len(forms) > 1:
+            what = f"{forms[0].field} asks for another form"
+            raise DataError(what, where=forms[1].field, hint="Ask for one form.")
+        return forms[0] if forms else None
+
+
+def _response_forms(value: object, field: str) -> Iterator[Form]:
+    """The form of OpenAI's `response_format`; none for text. Raises DataError."""
+    if value is None:
+        return
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        yield object_form(field)
+    elif kind == "json_schema":
+        assert isinstance(value, dict)
+        inside = value.get("json_schema", value)  # /v1/responses has the schema one level higher
+        schema = inside.get("schema") if isinstance(inside, dict) else None
+        yield schema_form(_schema(schema, f"{field}.schema"), field)
+    elif kind != "text":
+        what = f"has no type that this server knows, got {_shown(value)}"
+        raise DataError(what, where=field, hint='Types are "text", "json_object" and "json_schema".')
+
+
+def _schema(value: object, where: str) -> object:
+    """A JSON Schema, also as text. Raises DataError."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise DataError(f"is no JSON: {_shown(value)}", where=where) from None
+    if not isinstance(schema, dict):
+        raise DataError(f"has to be a JSON Schema, got {_shown(schema)}", where=where)
+    return schema
+
+
+def _texts(value: object, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise DataError(f"has to be a list of texts, got {_shown(value)}", where=where)
+    return value
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """An object of token IDs and biases. SamplingConfig checks how many, and how large. Raises DataError."""
+    if not isinstance(value, dict):
+        raise DataError(f"has to be an object of token IDs and biases, got {_shown(value)}", where="logit_bias")
+    biases = []
+    for id, bias in value.items():
+        if not (id.isascii() and id.isdecimal() and len(id) < 10):
+            raise DataError(f"{_shown(id)} is no token ID", where="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise DataError(f"the bias of {id} is {_shown(bias)}, and no number", where="logit_bias")
+        biases.append((int(id), float(bias)))
+    return tuple(biases)
+
+
+class ChatRequest(SamplingRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[WireMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled", "oldest"] | None = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def asked(self) -> Asked:
+        """What the model is asked for. Raises DataError, which names the field."""
+        self.check_unknown()
+        messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
+        if self.top_logprobs and not self.logprobs:
+            raise DataError("needs logprobs: true", where="top_logprobs", hint="Set logprobs, or leave this out.")
+        tools, calls = _tools(self.tools, self.tool_choice)
+        form = self.form()
+        if calls == "required" and form is not None:
+            raise DataError("asks for a form, and tool_choice for a call", where=form.field, hint="Leave one out.")
+        return Asked(
+            sampling=self.sampling(),
+            messages=messages,
+            choices=self.n or 1,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            form=form,
+            tools=tools,
+            calls=calls,
+            one_call=self.parallel_tool_calls is False,
+            drops_oldest=self.truncation == "oldest",
+        )
+
+
+def _tools(value: object, choice: object) -> tuple[tuple[dict[str, Any], ...], Literal["auto", "required"]]:
+    """The tools that a model may call, and whether it has to. Raises DataError."""
+    tools = value or []
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise DataError(f"has to be a list of at most {MAX_TOOLS} tools, got {_shown(tools)}", where="tools")
+    for number, tool in enumerate(tools):
+        _check_tool(tool, f"tools.{number}")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise DataError("two tools have the same name", where="tools", hint="Give each tool a name of its own.")
+    match choice:
+        case None | "auto" | "none" if choice != "none":
+            return tuple(tools), "auto"
+        case "none":
+            return (), "auto"
+        case "required":
+            named = names
+        case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
+            named = [name]
+        case _:
+            what = f"has to be auto, none, required, or name a function, got {_shown(choice)}"
+            raise DataError(what, where="tool_choice")
+    chosen = tuple(tool for tool in tools if tool["function"]["name"] in named)
+    if not chosen:
+        raise DataError(f"there is no tool for {_shown(choice)}", where="tool_choice", hint="Send it in tools.")
+    return chosen, "required"
+
+
+def _check_tool(tool: object, where: str) -> None:
+    """Raise DataError for what is no function with a name and a schema."""
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise DataError(f'has to be of the type "function", got {_shown(tool)}', where=where)
+    function = tool["function"]
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= TOOL_NAME_CHARS:
+        what = f"has to be a text of at most {TOOL_NAME_CHARS} characters, got {_shown(name)}"
+        raise DataError(what, where=f"{where}.function.name")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise DataError(f"is no JSON Schema: {_shown(function['parameters'])}", where=f"{where}.function.parameters")
+
+
+class ResponsesRequest(WireRequest):
+    """The body of POST /v1/responses. It becomes a ChatRequest; nothing is kept between requests."""
+
+    input: Any
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What the answer repeats of the request."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "temperature": self.temperature,
+            "text": self.text or {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_p": self.top_p,
+            "truncation": self.truncation or "disabled",
+        }
+
+    def asked(self) -> Asked:
+        """What the model is asked for. Raises DataError, which names the field."""
+        self.check_unknown()
+        if self.previous_response_id is not None:
+            hint = "Send the whole conversation as input."
+            raise DataError("this server keeps no responses", where="previous_response_id", hint=hint)
+        if self.text is not None and (not isinstance(self.text, dict) or set(self.text) - {"format"}):
+            raise DataError(f"has to be an object with a format, got {_shown(self.text)}", where="text")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        values = {
+            "model": self.model,
+            "messages": system + _as_messages(self.input),
+            "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stop": stop,
+            "tools": _nested(self.tools),
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": (self.text or {}).get("format"),
+            "truncation": "oldest" if self.truncation == "auto" else "disabled",
         }
-        return SamplingConfig.of(values)
+        try:
+            return validated(ChatRequest, values).asked()
+        except DataError as error:
+            renamed = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+            first, dot, rest = error.where.partition(".")
+            raise DataError(error.what, where=renamed.get(first, first) + dot + rest, hint=error.hint) from None
 
 
-def _sampling_fields() -> list[str]:
-    return sorted(set(ChatRequest.model_fields) - {"model", "messages", "stream", "stream_options"})
+def _as_messages(value: object) -> list[dict[str, Any]]:
+    """The input of /v1/responses as messages of chat completions. Raises DataError."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
+        raise DataError(f"has to be a text or a list of items, got {_shown(value)}", where="input")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(value):
+        match item:
+            case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+                call = {"id": item.get("call_id", ""), "function": {"name": name, "arguments": arguments}}
+                if messages and "tool_calls" in messages[-1]:
+                    messages[-1]["tool_calls"].append(call)
+                else:
+                    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            case {"type": "function_call_output", "output": output}:
+                message = {"role": "tool", "content": _plain_parts(output)}
+                messages.append({**message, "tool_call_id": item.get("call_id")})
+            case {"role": role, "content": content} if item.get("type", "message") == "message":
+                messages.append({"role": role, "content": _plain_parts(content)})
+            case _:
+                raise DataError(f"is no item that this server knows: {_shown(item)}", where=f"input.{index}")
+    return messages
 
 
-@dataclass
-class ChatReply:
-    """One answer on its way out: what every chunk of it repeats, and the tokens so far."""
-
-    model: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
-
-    def whole(self, text: str, finish: Finish) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage()}
-
-    def chunk(self, delta: dict[str, str], finish: Finish | None = None, *, usage: bool = False) -> dict[str, Any]:
-        """One event of a stream. With `usage`, it says that the tokens are counted in a later one."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk"), "choices": [choice], **({"usage": None} if usage else {})}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}
-
-    def chunks(self, piece: TextChunk, *, usage: bool) -> list[dict[str, Any]]:
-        """The events that one piece makes: text, and a separate one for the reason why it ends."""
-        events = [self.chunk({"content": piece.text}, usage=usage)] if piece.text else []
-        return events + ([self.chunk({}, piece.finish, usage=usage)] if piece.finish else [])
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+def _plain_parts(content: object) -> object:
+    """The parts of a content as chat completions name them. What is no text stays as it is, and is refused there."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": piece["text"]}
+        if isinstance(piece, dict) and piece.get("type") in ("input_text", "output_text") and "text" in piece
+        else piece
+        for piece in content
+    ]
 
 
-def model_list(infos: Sequence[ModelInfo]) -> dict[str, Any]:
-    """The answer of GET /v1/models."""
-    return {"object": "list", "data": [model_entry(info) for info in infos]}
+def _nested(tools: object) -> object:
+    """Functions of /v1/responses as chat completions write them. What is no function is refused there."""
+    if not isinstance(tools, list):
+        return tools
+    return [
+        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
+        if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool
+        else tool
+        for tool in tools
+    ]
 
 
-def model_entry(info: ModelInfo) -> dict[str, Any]:
-    """The answer of GET /v1/models/NAME."""
-    return {"id": info.id, "object": "model", "created": info.created, "owned_by": "bloomery"}
+class CompletionRequest(SamplingRequest):
+    """The body of POST /v1/completions: texts or token IDs that the model continues, without a chat template."""
+
+    prompt: Any
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @property
+    def longest(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def asked(self) -> Asked:
+        """What the model is asked for. Raises DataError, which names the field."""
+        self.check_unknown()
+        prompts, choices = _prompts(self.prompt, "prompt"), self.best_of or self.n or 1
+        if choices < (self.n or 1):
+            raise DataError(f"is {choices}, and n is {self.n}", where="best_of", hint="It is at least n.")
+        if choices > (self.n or 1) and self.stream:
+            raise DataError("the best answers are known at the end", where="best_of", hint="Do not stream.")
+        if len(prompts) * choices > MAX_SEQUENCES:
+            what = f"{len(prompts)} prompts with {choices} answers each; {MAX_SEQUENCES} answers are allowed"
+            raise DataError(what, where="prompt")
+        return Asked(
+            sampling=self.sampling(),
+            prompts=prompts,
+            choices=choices,
+            logprobs=0 if self.logprobs is None and choices > (self.n or 1) else self.logprobs,
+            form=self.form(),
+            echo=bool(self.echo),
+        )
 
 
-class CheckedRequest(NamedTuple):
-    """A request that is known to be right."""
+def _prompts(value: object, where: str, most: int = MAX_SEQUENCES) -> tuple[str | tuple[int, ...], ...]:
+    """One text, several texts, the token IDs of one, or of several. Raises DataError."""
+    prompts: list[str | tuple[int, ...]] = []
+    for entry in value if isinstance(value, list) and value and not _is_ids(value) else [value]:
+        if isinstance(entry, str):
+            if problem := bad_character(entry, "it"):
+                raise DataError(f"{problem.reason}: {problem.what}", where=where, hint="Leave that character out.")
+            prompts.append(entry)
+        elif _is_ids(entry):
+            prompts.append(tuple(entry))  # type: ignore[arg-type]
+        else:
+            what = f"has to be a text, a list of texts, or lists of token IDs, got {_shown(value)}"
+            raise DataError(what, where=where)
+        if len(prompts) > most:
+            raise DataError(f"has more than {most} texts", where=where)
+    return tuple(prompts)
 
-    body: ChatRequest
-    messages: list[Message]
-    sampling: SamplingConfig
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(id) is int and 0 <= id < MAX_TOKENS for id in value)
 
 
-def question(body: bytes, content_type: str) -> CheckedRequest:
+class EmbeddingRequest(WireRequest):
+    """The body of POST /v1/embeddings."""
+
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+
+    def inputs(self) -> tuple[str | tuple[int, ...], ...]:
+        """The texts, or the token IDs of each. Raises DataError."""
+        self.check_unknown()
+        return _prompts(self.input, "input", MAX_INPUTS)
+
+
+class TokenizeRequest(WireRequest):
+    """
+    The body of POST /tokenize, /apply-template and /v1/responses/input_tokens: a text (`prompt` of vLLM, `content` of
+    llama.cpp, `input` of OpenAI), or messages.
+    """
+
+    prompt: str | None = None
+    content: str | None = None
+    input: str | None = None
+    messages: Annotated[list[WireMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Any = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+
+    def text(self) -> str | None:
+        """The text; None where there are messages. Raises DataError where there is not exactly one of them."""
+        self.check_unknown()
+        sources = [name for name in ("prompt", "content", "input", "messages") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            what = f"has {' and '.join(sources)}" if sources else "there is no text"
+            raise DataError(what, where="prompt", hint='Send "prompt" or "messages".')
+        if sources == ["messages"]:
+            return None
+        text: str = getattr(self, sources[0])
+        if problem := bad_character(text, "it"):
+            raise DataError(f"{problem.reason}: {problem.what}", where=sources[0], hint="Leave that character out.")
+        return text
+
+    def conversation(self) -> tuple[Message, ...]:
+        return tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages or ()))
+
+    def offered(self) -> tuple[dict[str, Any], ...]:
+        """The tools."""
+        return _tools(self.tools, None)[0]
+
+
+class DetokenizeRequest(WireRequest):
+    """The body of POST /detokenize."""
+
+    tokens: Any
+
+    def ids(self) -> tuple[int, ...]:
+        self.check_unknown()
+        if self.tokens != [] and not _is_ids(self.tokens):
+            raise DataError(f"has to be a list of token IDs, got {_shown(self.tokens)}", where="tokens")
+        return tuple(self.tokens)
+
+
+def parsed(kind: type[WireKind], body: bytes, content_type: str) -> WireKind:
     """The request of a body. Raises DataError, which names the field. Takes milliseconds: call it in a thread."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if body and not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
-        raise DataError(f"the body is sent as {_shown(kind or None)}", hint=ACCEPTED)
+    sent_as = content_type.partition(";")[0].strip().lower()
+    if body and not (sent_as.startswith("application/") and sent_as.endswith(("/json", "+json"))):
+        raise DataError(f"the body is sent as {_shown(sent_as or None)}", hint=ACCEPTED)
     if not body:
         raise DataError("there is no body", hint=ACCEPTED)
     try:
@@ -255,19 +630,18 @@ def question(body: bytes, content_type: str) -> CheckedRequest:
         raise DataError(what, hint=ACCEPTED) from None
     except ValueError as error:
         raise DataError(f"the body cannot be read: {error}", hint=ACCEPTED) from None
-    return checked(value)
+    return validated(kind, value)
 
 
-def checked(value: object) -> CheckedRequest:
+def validated(kind: type[WireKind], value: object) -> WireKind:
     """A request as JSON data. Raises DataError, which names the field."""
     try:
-        request = ChatRequest.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         problems = [_explained(problem) for problem in error.errors(include_url=False)[:3]]
         rest = "".join(f"; {field}: {what}" for field, what in problems[1:])
         field, what = problems[0]
         raise DataError(what + rest, where=field, hint="" if field else ACCEPTED) from None
-    return CheckedRequest(request, request.conversation(), request.sampling())
 
 
 def _explained(problem: Mapping[str, Any]) -> tuple[str, str]:
@@ -287,15 +661,3 @@ def _shown(value: object) -> str:
         if len(text) > SHOWN:
             return f"{readable(text[:SHOWN])}…"
     return readable(text)
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": readable(message), "type": kind, "param": param, "code": code}}
-
-
-def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"

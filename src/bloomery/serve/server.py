@@ -5,7 +5,13 @@ Models behind HTTP: what the `openai` client speaks, and the page to talk to the
     GET  /v1/models             every model of every run folder
     GET  /v1/models/NAME        one of them; a name may hold slashes, as they are or as %2F
     POST /v1/chat/completions   an answer, whole or streamed as server-sent events
-    GET  /health                {"status": "ok"}
+    POST /v1/completions        the continuation of a text
+    POST /v1/responses          an answer in the newer format; nothing is kept
+    POST /v1/embeddings         the mean of the last hidden states of a text
+    POST /tokenize              token IDs of a text or a conversation; /detokenize, /apply-template
+    POST /v1/responses/input_tokens   their number
+    GET  /health                {"status": "ok"}, or 503 while the first model is loaded
+    GET  /metrics               counters and times, for Prometheus
     POST /login                 where there is a token: takes it from the form, and gives a cookie
 
 A client that hangs up ends its answer after the token that is being made. Where there is a token, nothing but /health
@@ -20,11 +26,12 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -37,10 +44,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, shorten
 from bloomery.core.log import info
-from bloomery.serve import openai_api
-from bloomery.serve.chat_model import ModelInfo, Models, TextChunk
+from bloomery.serve import openai_api, replies
+from bloomery.serve.chat_model import Answerer, Asked, ModelInfo, Models, StoppedError, TextAnswerer, TextChunk
 from bloomery.serve.guard import Connection, RequestGuard, checked_token, proposal
-from bloomery.serve.queue import BusyError, GenerationRequest, RequestQueue, StoppedError
+from bloomery.serve.queue import BusyError, GenerationRequest, RequestQueue
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -58,6 +65,9 @@ _FOLDERS = re.compile(r"""(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\n'"`]*[/\\])*(
 """Of an absolute path, all but its last part. Folders may have spaces in their names."""
 
 log = logging.getLogger("bloomery.serve")
+
+Wire = TypeVar("Wire", bound=openai_api.WireRequest)
+Checked = TypeVar("Checked")
 
 
 class EventStream(StreamingResponse):
@@ -97,7 +107,7 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
     async def context() -> int:
         return max((known.context for known in await asyncio.to_thread(models.names)), default=0)
 
-    desk, one_at_a_time = RequestQueue(models), asyncio.Lock()
+    desk = RequestQueue(models)
     # FastAPI's own documentation pages load their script from elsewhere.
     api = FastAPI(title="Bloomery", openapi_url=None, docs_url=None, redoc_url=None)
     api.state.desk = desk
@@ -114,70 +124,175 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
         return FileResponse(STATIC / "index.html")
 
     @api.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "loading"}, 503) if models.is_loading else JSONResponse({"status": "ok"})
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response(desk.report(), media_type="text/plain; version=0.0.4")
 
     @api.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse(openai_api.model_list(await asyncio.to_thread(models.names)))
+        return JSONResponse(replies.model_list(await asyncio.to_thread(models.names)))
 
     @api.get("/v1/models/{name:path}")
     async def one_model(name: str) -> JSONResponse:
         infos = await asyncio.to_thread(models.names)
         model_info = next((known for known in infos if known.id == name), None)
-        return JSONResponse(openai_api.model_entry(model_info)) if model_info else _no_such_model(name, infos)
+        return JSONResponse(replies.model_entry(model_info)) if model_info else _no_such_model(name, infos)
 
-    @api.post("/v1/chat/completions", response_model=None)
-    async def complete(request: Request) -> Response:
-        desk.check_room()
-        data, kind = await request.body(), request.headers.get("content-type", "")
-        async with one_at_a_time:
-            body, messages, sampling = await asyncio.to_thread(openai_api.question, data, kind)
-        job = await desk.ask(body.model, messages, sampling)
-        if job is None:
-            return _no_such_model(body.model, await asyncio.to_thread(models.names))
-        return await _answer(job, body, request)
-
+    routes = _Routes(models, desk)
+    for path, route in routes.by_path().items():
+        api.add_api_route(path, route, methods=["POST"], response_model=None)
     return api
 
 
-async def _answer(job: GenerationRequest, body: openai_api.ChatRequest, request: Request) -> Response:
+class _Routes:
+    """What is done with texts and conversations."""
+
+    def __init__(self, models: Models, desk: RequestQueue) -> None:
+        self._models, self._desk, self._one_at_a_time = models, desk, asyncio.Lock()
+
+    def by_path(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Each is a POST, and guard.BODIES has its path."""
+        return {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/responses": self.respond,
+            "/v1/responses/input_tokens": self.count_tokens,
+            "/v1/embeddings": self.embed,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/apply-template": self.apply_template,
+        }
+
+    async def read(self, request: Request, kind: type[Wire], check: Callable[[Wire], Checked]) -> tuple[Wire, Checked]:
+        """The body of a request, and what `check` makes of it, in a thread."""
+        self._desk.check_room()
+        data, sent_as = await request.body(), request.headers.get("content-type", "")
+
+        def checked() -> tuple[Wire, Checked]:
+            body = openai_api.parsed(kind, data, sent_as)
+            return body, check(body)
+
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(checked)
+
+    async def answer(
+        self, request: Request, asked: Asked, reply: replies.Reply, name: str, *, stream: bool
+    ) -> Response:
+        job = await self._desk.ask(name, asked)
+        if job is None:
+            return _no_such_model(name, await asyncio.to_thread(self._models.names))
+        return await _answer(job, reply, request, stream=stream)
+
+    async def use(self, name: str, work: Callable[[TextAnswerer], dict[str, Any]]) -> Response:
+        """The result of some work with a model as JSON."""
+
+        def with_model(model: Answerer) -> dict[str, Any]:
+            assert isinstance(model, TextAnswerer)
+            return work(model)
+
+        result = await self._desk.use(name, with_model)
+        if result is None:
+            return _no_such_model(name, await asyncio.to_thread(self._models.names))
+        return JSONResponse(result)
+
+    async def chat(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ChatRequest, lambda body: body.asked())
+        reply = replies.ChatReply(body.model, body.wants_usage, choices=asked.choices)
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
+
+    async def complete(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.CompletionRequest, lambda body: body.asked())
+        scored = body.logprobs is not None
+        reply = replies.CompletionReply(
+            body.model, body.wants_usage, kept=body.n or 1, asked=asked.choices, scored=scored
+        )
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
+
+    async def respond(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
+        reply = replies.ResponsesReply(body.model, settings=body.settings())
+        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
+
+    async def embed(self, request: Request) -> Response:
+        body, inputs = await self.read(request, openai_api.EmbeddingRequest, lambda body: body.inputs())
+
+        def work(model: TextAnswerer) -> dict[str, Any]:
+            ids = [model.text_ids(text, "input") for text in inputs]
+            vectors = [model.embedding(each) for each in ids]
+            as_base64 = body.encoding_format == "base64"
+            return replies.embedding_list(body.model, vectors, sum(map(len, ids)), as_base64=as_base64)
+
+        return await self.use(body.model, work)
+
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = await self.read(request, openai_api.TokenizeRequest, lambda body: body.text())
+
+        def work(model: TextAnswerer) -> dict[str, Any]:
+            return replies.token_list(body, model)
+
+        return await self.use(body.model, work)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
+
+        def work(model: TextAnswerer) -> dict[str, Any]:
+            return {"object": "response.input_tokens", "input_tokens": len(model.written_ids(asked))}
+
+        return await self.use(body.model, work)
+
+    async def detokenize(self, request: Request) -> Response:
+        body, ids = await self.read(request, openai_api.DetokenizeRequest, lambda body: body.ids())
+
+        def work(model: TextAnswerer) -> dict[str, Any]:
+            text = model.shown_text(ids)
+            return {"prompt": text, "content": text}
+
+        return await self.use(body.model, work)
+
+    async def apply_template(self, request: Request) -> Response:
+        body, asked = await self.read(request, openai_api.ChatRequest, lambda body: body.asked())
+
+        def work(model: TextAnswerer) -> dict[str, Any]:
+            return {"prompt": model.shown_text(model.written_ids(asked))}
+
+        return await self.use(body.model, work)
+
+
+async def _answer(job: GenerationRequest, reply: replies.Reply, request: Request, *, stream: bool) -> Response:
     """Wait for the first piece, so that what is wrong before it gets its own status, and then for all or for none."""
-    reply, pieces = openai_api.ChatReply(body.model), job.pieces()
+    pieces = job.pieces()
     with ExitStack() as on_error:
         on_error.callback(job.stop)
         async with _stopped_when_alone(request, job):
             first = await anext(pieces)
-            reply.prompt_tokens = job.prompt_tokens
-            if not body.stream:
-                got = [first] + [piece async for piece in pieces]
-                reply.completion_tokens = sum(piece.tokens for piece in got)
-                finish = got[-1].finish or "length"
-                return JSONResponse(reply.whole("".join(piece.text for piece in got), finish))
+            assert job.answer is not None
+            reply.begin(job.answer)
+            if not stream:
+                return JSONResponse(reply.whole([first] + [piece async for piece in pieces]))
         on_error.pop_all()
-    return EventStream(job, _events(reply, first, pieces, usage=body.wants_usage))
+    return EventStream(job, _events(reply, first, pieces))
 
 
-async def _events(
-    reply: openai_api.ChatReply, first: TextChunk, rest: AsyncGenerator[TextChunk, None], *, usage: bool
-) -> AsyncIterator[str]:
-    """A stream as OpenAI's: the role, the text, why it ended, maybe the usage, and [DONE]; or an error instead."""
-    yield openai_api.event(reply.chunk({"role": "assistant", "content": ""}, usage=usage))
+async def _events(reply: replies.Reply, first: TextChunk, rest: AsyncGenerator[TextChunk, None]) -> AsyncIterator[str]:
+    """A stream as OpenAI's, or an error instead of its rest."""
+    for event in reply.start():
+        yield event
     try:
         async for piece in _chain(first, rest):
-            reply.completion_tokens += piece.tokens
-            for chunk in reply.chunks(piece, usage=usage):
-                yield openai_api.event(chunk)
+            for event in reply.events(piece):
+                yield event
     except BloomeryError as error:
-        yield openai_api.event(_error_body(error))
+        yield replies.event(_error_body(error))
         return
     except Exception as error:
         log.exception("an answer failed")
-        yield openai_api.event(_error_body(error))
+        yield replies.event(_error_body(error))
         return
-    if usage:
-        yield openai_api.event(reply.usage_chunk())
-    yield openai_api.DONE
+    for event in reply.end():
+        yield event
 
 
 async def _chain(first: TextChunk, rest: AsyncGenerator[TextChunk, None]) -> AsyncIterator[TextChunk]:
@@ -205,7 +320,7 @@ async def _stopped_when_alone(request: Request, job: GenerationRequest) -> Async
 def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
     names = ", ".join(known.id for known in infos)
     there = f"There are: {names}." if names else "There are none yet: `bloomery run RECIPE` makes one."
-    body = openai_api.error_body(
+    body = replies.error_body(
         f"There is no model {name[: openai_api.SHOWN]!r}. {there}",
         kind="invalid_request_error",
         param="model",
@@ -217,14 +332,14 @@ def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
 def _error_body(error: Exception) -> dict[str, object]:
     """What a client gets: the whole error where its request is wrong, else a message without folders and commands."""
     if isinstance(error, DataError):
-        return openai_api.error_body(str(error), kind="invalid_request_error", param=error.where or None)
+        return replies.error_body(str(error), kind="invalid_request_error", param=error.where or None)
     if isinstance(error, BusyError | StoppedError):
-        return openai_api.error_body(str(error), kind="server_error")
+        return replies.error_body(str(error), kind="server_error")
     if isinstance(error, BloomeryError):
         _log_once(str(error))
-        return openai_api.error_body(f"{_without_folders(error.what)}\n{IN_LOG}", kind="server_error")
+        return replies.error_body(f"{_without_folders(error.what)}\n{IN_LOG}", kind="server_error")
     bug = _without_folders(f"{type(error).__name__}: {error}")
-    return openai_api.error_body(f"{bug}\nThis is a bug in Bloomery.", kind="server_error")
+    return replies.error_body(f"{bug}\nThis is a bug in Bloomery.", kind="server_error")
 
 
 @lru_cache(maxsize=1000)
@@ -249,7 +364,7 @@ async def _failed(_: Request, error: Exception) -> JSONResponse:
 async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return JSONResponse(
-        openai_api.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers
+        replies.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers
     )
 
 

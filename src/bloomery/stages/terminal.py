@@ -1,10 +1,13 @@
 """
 What `bloomery run` and `bloomery status` print for people: the head of a run, one sentence a stage, the end, the state.
+And the conversation of `bloomery chat`.
 
 This module imports no section of a recipe and no torch, so that both verbs answer at once. Sentences are made of the
 statistics in the manifest of a stage. A key that an older manifest lacks leaves its part of the sentence out.
 """
 
+import importlib
+import json
 import platform
 import re
 import shlex
@@ -12,15 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.live import Live
 from rich.text import Text
 from typing_extensions import TypedDict
 
 from bloomery.core import log
-from bloomery.core.errors import readable
+from bloomery.core.chat import LIMITS, Message, SamplingConfig
+from bloomery.core.errors import BloomeryError, ConfigError, DataError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
@@ -450,3 +455,149 @@ def again(root: Path) -> str:
     """The command that finishes a run."""
     others = [] if str(root.parent) == "runs" else ["--runs", str(root.parent)]
     return shlex.join(["bloomery", "run", str(root / RECIPE), *others])
+
+
+# --- chat ----------------------------------------------------------------------------------------------------------
+
+CHAT_HELP = """\
+/help              this list
+/system TEXT       how the model shall answer, from the next message on; without TEXT: nothing said of it
+/reset             a new conversation; so does an empty line
+/model MODEL       another model continues the conversation
+/temperature T     0 always takes the likeliest token
+/save FILE         append the conversation to a file, as a line of JSON that can be trained on
+A line that ends with \\ continues in the next one. Lines between two lines of \"\"\" are one message.
+// at the beginning stands for /. Ctrl-C stops an answer, Ctrl-D ends."""
+BLOCK = '"""'
+
+
+class TerminalAnswer(Protocol):
+    """An answer on its way: the messages that did not fit, and its text in pieces."""
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def texts(self) -> Iterator[str]: ...
+
+
+Asks = Callable[[list[Message], SamplingConfig], TerminalAnswer]
+"""A model that answers a conversation, without its oldest messages if it does not fit. Raises DataError."""
+
+
+class TerminalChat:
+    """A conversation in a terminal. Lines that begin with a slash are commands."""
+
+    def __init__(self, ask: Asks, load: Callable[[Path], Asks], sampling: SamplingConfig) -> None:
+        self._ask, self._load, self.sampling = ask, load, sampling
+        self.messages: list[Message] = []
+        self._system = ""
+        with suppress(ImportError):  # Windows has none
+            importlib.import_module("readline")  # input() then edits lines, and has a history
+
+    def run(self) -> None:
+        """Answer messages until the input ends."""
+        while (text := read_message()) is not None:
+            if not text.strip():
+                self._reset()
+            elif text.startswith("/") and not text.startswith("//"):
+                name, _, value = text[1:].partition(" ")
+                try:
+                    self.command(name, value.strip())
+                except BloomeryError as error:
+                    log.info(str(error))
+            else:
+                self.say(text.removeprefix("/") if text.startswith("//") else text)
+
+    def say(self, text: str) -> None:
+        """Send a message, and print the answer. After an error, a new conversation begins."""
+        self.messages.append({"role": "user", "content": text})
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        try:
+            answer = self._ask(system + self.messages, self.sampling)
+            if answer.dropped:
+                del self.messages[: answer.dropped]
+                what = "message does" if answer.dropped == 1 else "messages do"
+                log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
+            said: list[str] = []
+            try:
+                for text in print_pieces(answer.texts):
+                    said.append(text)
+            except KeyboardInterrupt:
+                print(" (stopped)")
+        except DataError as error:
+            log.info(str(error))
+            self._reset()
+        else:
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def command(self, name: str, value: str) -> None:
+        """Do what a line with a slash says. Raises ConfigError for a command that is none, or a wrong value."""
+        match name:
+            case "help":
+                print(CHAT_HELP)
+            case "system":
+                self._system = value
+            case "reset":
+                self._reset()
+            case "model" if value:
+                self._ask = self._load(Path(value))
+                log.info(f"(from here on {value} answers)", "dim")
+            case "temperature":
+                self.sampling = replace(self.sampling, **temperature(value))
+            case "save" if value:
+                self._save(Path(value))
+            case "model" | "save":
+                raise ConfigError("names nothing", where=f"/{name}", hint="/help shows how it is written.")
+            case _:
+                raise ConfigError(f"there is no command /{readable(name)}", hint="/help lists them.")
+
+    def _reset(self) -> None:
+        self.messages = []
+        log.info("(new conversation)", "dim")
+
+    def _save(self, file: Path) -> None:
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"messages": system + self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot be written: {error.strerror or error}", where=str(file)) from None
+        log.info(f"({counted(len(self.messages), 'message')} appended to {file})", "dim")
+
+
+def temperature(value: str) -> dict[str, Any]:
+    """A temperature as fields of a SamplingConfig. Raises ConfigError for what is no number within the limits."""
+    low, high = LIMITS["temperature"]
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not low <= number <= high:
+        raise ConfigError(f"{value!r} is no number from {low:g} to {high:g}", where="/temperature")
+    return {"temperature": number, "unset": frozenset()}
+
+
+def read_message() -> str | None:
+    """One message: a line, lines that end with a backslash, or a block. None at the end of the input."""
+    lines: list[str] = []
+    try:
+        line = input("> ")
+        if line.strip() == BLOCK:
+            while (line := input("… ")).strip() != BLOCK:
+                lines.append(line)
+            return "\n".join(lines)
+        while line.endswith("\\"):
+            lines.append(line[:-1])
+            line = input("… ")
+    except EOFError:
+        return "\n".join(lines) if lines else None
+    return "\n".join([*lines, line])
+
+
+def print_pieces(texts: Iterator[str]) -> Iterator[str]:
+    """Print an answer as it is made, and hand on its pieces."""
+    for text in texts:
+        print(text, end="", flush=True)
+        yield text
+    print()

@@ -182,6 +182,10 @@ SPACES = (" a", "  a", "\n", "\n\n  a", "\t", " ")
 """More of them, for templates that keep white space before an answer."""
 
 
+class TooLongError(DataError):
+    """A conversation or text that does not fit into the context of a model."""
+
+
 SHORTER = "Begin a new conversation, or leave out its oldest messages."
 
 
@@ -356,7 +360,7 @@ class _Line:
         if isinstance(ids, int):
             least = len(self._ids) + ids
             what = f"the conversation takes at least {least} tokens, and the model has a context of {self._max_tokens}"
-            raise DataError(what, where="messages", hint=SHORTER)
+            raise TooLongError(what, where="messages", hint=SHORTER)
         return ids
 
 

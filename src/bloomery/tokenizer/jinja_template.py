@@ -38,7 +38,7 @@ from bloomery.core.chat import Message, message_problem
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import info
-from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered
+from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered, TooLongError
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 2**19
@@ -498,6 +498,8 @@ _FAILURES = (
     _RefusedError,
 )
 """What a template can raise: its own exception, a refusal of the sandbox, or a mistake in it."""
+TOOL_KEYS = ("tool_calls", "tool_call_id", "name")
+"""Of a ToolMessage, next to role and content."""
 PROBE: tuple[Message, Message] = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
 """A conversation that every template can write."""
 
@@ -552,8 +554,18 @@ class JinjaRenderer:
         ids = [] if max_tokens is not None and least > max_tokens else self._encoded(text)[0]
         if max_tokens is not None and (count := max(least, len(ids))) > max_tokens:
             what = f"the conversation takes at least {count} tokens, and the model has a context of {max_tokens}"
-            raise DataError(what, where="messages", hint=SHORTER)
+            raise TooLongError(what, where="messages", hint=SHORTER)
         return ids
+
+    def written(self, messages: Sequence[Message], *, asks: bool = False, **variables: Any) -> str:
+        """A conversation as text, up to where the assistant's answer begins if it `asks`. Raises DataError."""
+        _check_messages(messages)
+        return str.__str__(self._text(messages, variables, add_generation_prompt=asks))
+
+    @property
+    def end_names(self) -> list[str]:
+        """The special tokens that end an answer, as text."""
+        return [self._special[id] for id in sorted(self.end_ids) if id in self._special]
 
     def said(self, ids: Sequence[int]) -> str:
         """The content of an answer from its token IDs, with or without the end token."""
@@ -569,7 +581,11 @@ class JinjaRenderer:
 
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], **flags: bool) -> OriginText:
         rows = [
-            {"role": _structure(message["role"]), "content": _data(message["content"], FIRST + number)}
+            {
+                **{key: _data(message[key]) for key in TOOL_KEYS if key in message},  # type: ignore[literal-required]
+                "role": _structure(message["role"]),
+                "content": _data(message["content"], FIRST + number),
+            }
             for number, message in enumerate(messages)
         ]
         values: dict[str, Any] = {role: _structure(name) for role, name in self._roles.items()}

@@ -84,6 +84,7 @@ async function request(model, signal) {
       messages,
       stream: true,
       stream_options: { include_usage: true },
+      truncation: "oldest",
       temperature: Number(temperature.value),
       max_tokens: Math.max(1, Math.floor(Number(longest.value)) || 512),
     }),
@@ -102,6 +103,7 @@ async function receive(got, place, signal) {
     const event = JSON.parse(data);
     if (event.error) throw new Error(event.error.message);
     if (event.usage) got.tokens = event.usage.completion_tokens;
+    if (event.dropped_messages) got.dropped = event.dropped_messages;
     const choice = event.choices[0];
     if (choice?.finish_reason) got.finish = choice.finish_reason;
     if (!choice?.delta.content) continue;
@@ -120,13 +122,14 @@ function facts(got) {
   // The first token also waits for the question to be read, so the pace is that of the others.
   if (counted > 1 && got.began !== null) said.push(`${((counted - 1) / seconds).toPrecision(3)} tokens/s`);
   if (got.finish === "length") said.push("cut at the longest answer");
+  if (got.dropped) said.push(`without the oldest ${got.dropped} messages: they do not fit`);
   if (got.stopped) said.push("stopped");
   return said.join(" · ");
 }
 
 async function answer() {
   const control = new AbortController();
-  const got = { model: picker.value, text: "", pieces: 0, tokens: null, began: null, finish: null, stopped: false };
+  const got = { model: picker.value, text: "", pieces: 0, tokens: null, began: null, finish: null, stopped: false, dropped: 0 };
   const place = addMessage("assistant", "", got.model);
   answeredBy = got.model;
   place.message.classList.add("streaming");
