@@ -41,6 +41,19 @@ OWN = "triton"
 """The implementation by kernels of our own, in the words of trials."""
 
 _TRUSTED: set[str] = set()
+_WITHOUT: set[str] = set()
+"""Implementations of attention that this process leaves alone."""
+
+
+def leave_attention(names: Iterable[str]) -> None:
+    """Compute attention by none of these implementations from now on, and by all others."""
+    _WITHOUT.clear()
+    _WITHOUT.update(names)
+
+
+def may_attend(name: str) -> bool:
+    """Whether attention may be computed by an implementation, on a device that was tried or where nothing is known."""
+    return name not in _WITHOUT
 
 
 def trust(kernels: Iterable[str]) -> None:

@@ -7,8 +7,11 @@ gradient norm must agree with those of the plain blocks. Without agreement, afte
 time, the plain blocks are used, and the reason is printed.
 
 The compiler makes another program for each shape. Shapes that the first step has not tried run on the plain blocks.
+What blocks share, such as a mask, is made before the first of them: compiled code could not keep it for the next.
+torch may also give up without an error, and call the plain code. So the graphs that it made are counted.
 """
 
+import importlib
 import math
 import signal
 import subprocess
@@ -58,6 +61,8 @@ ELSEWHERE = "it is not on another rank"
 
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
+PROGRAMS = 64
+"""That the compiler may make of a block: blocks share code, and differ by their kind and by the shape of their input."""
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
@@ -219,15 +224,16 @@ def compile_blocks(
         model.zero_grad(set_to_none=True)
         devices.give_back_memory()
         return Verdict(False, "memory runs out in a pass of the plain blocks")
-    kinds = _Kinds()
+    kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]
     for block in model.blocks:
-        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds)
+        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds, block.attention.prepare)
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):
             compiled = [trial() for trial in trials]
         problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, compiled)), "")
+        problem = problem or (graphs.problem() if graphs else "")
     except FAILURES as error:
         problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     took = time.monotonic() - began
@@ -236,13 +242,58 @@ def compile_blocks(
         problem = f"a pass takes {after:.3f} s, and {before:.3f} s without it"
     if not problem:
         gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if mode == "auto" else ""
-        return Verdict(True, f"loss and gradient norm agree with the plain blocks; compiled in {took:.0f} s{gain}")
+        how = f"{graphs} " if graphs else ""
+        return Verdict(True, f"loss and gradient norm agree with the plain blocks; {how}compiled in {took:.0f} s{gain}")
     model.zero_grad(set_to_none=True)
     for block, original in zip(model.blocks, originals, strict=True):
         del block.__dict__["forward"]
         if original is not None:
             block.__dict__["forward"] = original
     return Verdict(False, problem)
+
+
+def _by_torch(compiler: Callable[..., Any]) -> bool:
+    return isinstance(compiler, partial) and compiler.func is torch.compile
+
+
+@dataclass
+class Graphs:
+    """What torch's compiler made since `begin`: a graph is code that was compiled in one piece."""
+
+    made: int
+    breaks: int
+    """Places where it left compiled code, and called the plain."""
+
+    @classmethod
+    def begin(cls) -> "Graphs":
+        """
+        Forget what was compiled before, and let the compiler make as many programs as blocks need. One more is an
+        error, where torch would only warn.
+        """
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        dynamo.reset()
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, PROGRAMS)
+        dynamo.config.fail_on_recompile_limit_hit = True
+        return cls(*_graph_counts())
+
+    @property
+    def since(self) -> "Graphs":
+        made, breaks = _graph_counts()
+        return Graphs(made - self.made, breaks - self.breaks)
+
+    def problem(self) -> str:
+        since = self.since
+        return "" if since.made else f"torch compiled none of it ({since.breaks} graph breaks)"
+
+    def __str__(self) -> str:
+        since = self.since
+        broken = f" with {since.breaks} graph breaks" if since.breaks else ""
+        return f"{since.made} graph{'' if since.made == 1 else 's'}{broken}"
+
+
+def _graph_counts() -> tuple[int, int]:
+    counters: Any = importlib.import_module("torch._dynamo.utils").counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @dataclass
@@ -267,11 +318,19 @@ class _Kinds:
 class _Compiled:
     """A block's forward pass, compiled where gradients are wanted, for the kinds of inputs that were tried."""
 
-    def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any], kinds: _Kinds) -> None:
-        self.plain, self._fast, self._kinds = plain, compiler(plain), kinds
+    def __init__(
+        self,
+        plain: Callable[..., Tensor],
+        compiler: Callable[..., Any],
+        kinds: _Kinds,
+        prepare: Callable[[AttentionMask, Tensor], None],
+    ) -> None:
+        self.plain, self._fast, self._kinds, self._prepare = plain, compiler(plain), kinds, prepare
 
     def __call__(self, x: Tensor, rope: Any, mask: AttentionMask, cache: Any) -> Tensor:
         fast = torch.is_grad_enabled() and self._kinds.takes(x, mask, cache)
+        if fast:
+            self._prepare(mask, x)
         output: Tensor = (self._fast if fast else self.plain)(x, rope, mask, cache)
         return output
 
