@@ -110,7 +110,7 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
             return causal_attention(q, k, v, first)
         return processor_attention(q, k, v, mask)
     if _takes_flex(mask, q.device, q.dtype, q.shape[3], v.shape[3]):
-        return flexible_attention(q, k, v, mask, _compiled_flex())
+        return flexible_attention(q, k, v, mask, compiled_flex())
     return sdpa_attention(q, k, v, mask)
 
 
@@ -305,7 +305,8 @@ def _listed(blocks: Bool[Tensor, "b t s"]) -> tuple[Int[Tensor, "b 1 t"], Int[Te
 
 
 @cache
-def _compiled_flex() -> Any:
+def compiled_flex() -> Any:
+    """The kernel that torch compiles for a mask."""
     return torch.compile(flex_attention)
 
 

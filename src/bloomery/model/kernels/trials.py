@@ -18,9 +18,11 @@ from bloomery.hw import kernel_trials, probes
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
+from bloomery.model.attention import compiled_flex, flexible_attention, softmax_attention
 from bloomery.model.kernels import cpu, reference, triton
 from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import RMSNorm
+from bloomery.model.mask import AttentionMask
 from bloomery.model.quantize import NF4, numbers
 from bloomery.model.rope import rotate
 
@@ -233,6 +235,44 @@ def _on(device: Device, *tensors: Tensor) -> list[Tensor]:
     return [one.to(device.torch_device) for one in tensors]
 
 
+FLEX_SHAPES = ((5, 1, 64), (2, 2, 128))
+"""Query heads, key heads and width: a group that is no power of two, and the other common width."""
+DOCUMENT_TOKENS = 90
+
+
+def flex_attention(device: Device) -> None:
+    """Attention over several documents in a row, by the kernel that torch compiles for the mask."""
+    if not devices.compiles_kernels(device.torch_device):
+        say(absent="Triton is not installed")
+        return
+    for heads, kv_heads, width in FLEX_SHAPES:
+        q, grad = (torch.randn(1, heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
+        k, v = (torch.randn(1, kv_heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
+        case = f"{heads} heads of {width}, {kv_heads} of keys"
+        here, there = _documents(TOKENS, torch.device("cpu")), _documents(TOKENS, device.torch_device)
+
+        def work(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = there) -> Tensor:
+            return flexible_attention(q, k, v, mask, compiled_flex())
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = here) -> Tensor:
+            return softmax_attention(q, k, v, mask)
+
+        probes.forward_and_back(device, case, work, formula, (q, k, v), grad)
+    tokens = 2048
+    shape = (1, 8, tokens, 64)
+    many = [torch.randn(shape, device=device.torch_device).to(device.compute_dtype).requires_grad_() for _ in range(3)]
+    mask = _documents(tokens, device.torch_device)
+    tell_time(
+        device,
+        lambda: torch.autograd.grad(flexible_attention(*many, mask, compiled_flex()).sum(), many),
+    )
+
+
+def _documents(tokens: int, device: torch.device) -> AttentionMask:
+    segments = (torch.arange(tokens, device=device) // DOCUMENT_TOKENS)[None]
+    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=segments)
+
+
 TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
     "rms-norm-triton": triton_rms_norm,
     "cross-entropy-triton": lambda device: triton_cross_entropy(device, _fused_loss),
@@ -243,6 +283,7 @@ TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
     "rotary-torch": lambda device: rotary(device, _torchs, False),
     "rotary-norm-torch": lambda device: rotary(device, _torchs, True),
     "nf4-torch": lambda device: nf4(device, _dense),
+    kernel_trials.FLEX: flex_attention,
 }
 
 
