@@ -288,3 +288,20 @@ def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -
     host = known(tmp_path, [bad])
     assert kernel_selection.why_not("block-compiled", GPU, host) == "did not end in time"
     assert kernel_selection.why_not("training", GPU, host) == ""
+
+
+def test_a_deterministic_run_keeps_its_choice_after_the_machine_was_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two libraries that are as fast as each other: the next trial may see them the other way round."""
+    keep = tmp_path / "kernels.json"
+    first = kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, efficient=1.1, math=9.0)), keep)
+    again = known(tmp_path, attention(flash=1.1, efficient=1.0, math=9.0))
+    assert kernel_selection.select_kernels(GPU, again, keep) == first
+    assert kernel_selection.select_kernels(GPU, again)["attention"].implementation == "efficient"
+    capsys.readouterr()
+    other = replace(again, env={**again.env, "TORCH_BLAS_PREFER_HIPBLASLT": "0"})
+    kernel_trials.save(other, "amd", attention(flash=None, efficient=1.0, math=9.0))
+    assert kernel_selection.select_kernels(GPU, other, keep)["attention"].implementation == "efficient"
+    said = capsys.readouterr()
+    assert "is not what the run began with" in said.out + said.err

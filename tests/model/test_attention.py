@@ -208,8 +208,8 @@ def test_blocks_from_the_bounds_of_documents_are_those_of_the_whole_mask(
         rows = None if mask.segments is None else 2
         theirs = create_block_mask(ours.mask_mod, rows, None, tokens, tokens + before, device="cpu")
         for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
-            for name in (name, f"full_{name}"):
-                assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+            for either in (name, f"full_{name}"):
+                assert torch.equal(getattr(ours, either), getattr(theirs, either)), either
 
 
 @pytest.mark.parametrize("seed", range(6))

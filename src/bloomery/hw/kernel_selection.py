@@ -11,6 +11,7 @@ leaves on all that passed, fastest first, and then asks torch what it would take
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bloomery.core import native
@@ -41,9 +42,12 @@ _ATTENTION: dict[str, str] = {}
 """What torch takes in this process: kind of call -> implementation. Empty where no GPU was asked."""
 
 
-def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, TrialResult]:
+def select_kernels(device: Device, host: Host | None = None, keep: Path | None = None) -> Mapping[str, TrialResult]:
     """
     Take the kernels for a run on this device in this process, and say which. Returns kernel -> implementation.
+
+    With `keep`, a file, the outcomes of trials are kept there and taken from there again. So a resumed run chooses the
+    same kernels after the machine was tried anew.
 
     Raises HardwareError where one that training needs fails on this machine in all its implementations.
     """
@@ -51,7 +55,7 @@ def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, Tri
     kernel_trials.trust(())
     kernel_trials.leave_attention(())
     _ATTENTION.clear()
-    outcomes = known(device, host)
+    outcomes = _kept(device, host, keep) if keep is not None else known(device, host)
     if outcomes is None:
         return {}
     kernel_trials.check(outcomes)
@@ -74,6 +78,20 @@ def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, Tri
 
 def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
     return [one for one in outcomes if one.status == "failed"]
+
+
+def _kept(device: Device, host: Host, file: Path) -> Sequence[TrialResult] | None:
+    """The outcomes in the file of a run. A new file is written; that of another machine is replaced, which is said."""
+    outcomes = kernel_trials.read(file, host, device.vendor)
+    if outcomes is not None:
+        return outcomes
+    outcomes = known(device, host)
+    if outcomes is not None:
+        if file.exists():
+            what = "this machine, its driver or its software is not what the run began with"
+            info(f"  {what}: kernels are chosen again, and numbers may differ in their last bits", style="yellow")
+        kernel_trials.write(file, host, device.vendor, outcomes)
+    return outcomes
 
 
 def known(device: Device, host: Host) -> Sequence[TrialResult] | None:
@@ -112,6 +130,8 @@ def state(device: Device) -> str:
         words.append(f"attention: {', '.join([*order, *flex])}")
         words.extend(f"{kind} by {name}" for kind, name in _ATTENTION.items())
         words.append(f"matmuls: {torch.backends.cuda.preferred_blas_library()}")
+        if torch.are_deterministic_algorithms_enabled():
+            words.append("deterministic")
         if kernel_trials.state():
             words.append(f"by Triton: {kernel_trials.state()}")
     return "; ".join(words)

@@ -174,9 +174,7 @@ def _fused() -> list[KernelTrial]:
 
 def command(host: Host, trial: KernelTrial) -> list[str]:
     """The line that tries it, which a person can paste too."""
-    words = [
-        f"{name}={value}" for name, value in trial.env.items() if name != EXPERIMENTAL or name not in host.env
-    ]
+    words = [f"{name}={value}" for name, value in trial.env.items() if name != EXPERIMENTAL or name not in host.env]
     python = [host.python, "-X", "faulthandler", "-m", trial.module, trial.probe or trial.name]
     return ["env", *words, *python] if words else python
 
@@ -268,9 +266,7 @@ SWITCHES = re.compile(
     r"|BLOOMERY_NATIVE|AMD_SERIALIZE_KERNEL|GPU_MAX_HW_QUEUES|LD_LIBRARY_PATH"
 )
 """Variables of the environment that can change what a kernel computes."""
-WITHOUT_EFFECT = re.compile(
-    r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|(NCCL|RCCL)_\w+|\w+_CACHE_(DIR|PATH)"
-)
+WITHOUT_EFFECT = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|(NCCL|RCCL)_\w+|\w+_CACHE_(DIR|PATH)")
 """Of those: what says where files are, and how ranks talk. A scheduler gives each job another."""
 VISIBLE = re.compile(r"\w+_VISIBLE_DEVICES")
 NATIVE = "native"
@@ -325,6 +321,7 @@ class SavedOutcome(TypedDict):
 class Saved(TypedDict):
     """What `save` leaves."""
 
+    identity: dict[str, Any]
     outcomes: list[SavedOutcome]
 
 
@@ -332,15 +329,26 @@ def save(host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
     file = outcomes_file(host, vendor)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
+        write(file, host, vendor, outcomes)
+
+
+def write(file: Path, host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
+    write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
 
 
 def load(host: Host, vendor: str) -> list[TrialResult] | None:
     """The outcomes of this machine as it is now; None where it was not tried."""
     file = outcomes_file(host, vendor)
-    if file is None or not file.is_file():
+    return None if file is None else read(file, host, vendor)
+
+
+def read(file: Path, host: Host, vendor: str) -> list[TrialResult] | None:
+    """The outcomes in a file; None where there is none, or where it is of another machine or other software."""
+    if not file.is_file():
         return None
     saved = read_record(file, Saved, fix="Remove that file, and the machine is tried again.")
+    if canonical(saved["identity"]) != canonical(identity(host, vendor)):
+        return None
     return [TrialResult(**one) for one in saved["outcomes"]]
 
 

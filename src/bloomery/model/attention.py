@@ -114,7 +114,9 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
     return sdpa_attention(q, k, v, mask)
 
 
-def _takes_flex(mask: AttentionMask, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int) -> bool:
+def _takes_flex(
+    mask: AttentionMask, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int
+) -> bool:
     """Whether the kernel that is compiled for a mask computes this."""
     if mask.allowed is not None or not mask.num_queries == mask.num_keys >= FLEX_TOKENS:
         return False
@@ -453,7 +455,7 @@ class DifferentialAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         start = 0.8 - 0.6 * math.exp(-0.3 * layer)
-        # Tensors, because compiled code is made anew for each other number; on the CPU, also where weights have none yet.
+        # Tensors, because compiled code is made anew for each other number; on the CPU, also while weights have none.
         self.register_buffer("lambda_start", torch.tensor(start, device="cpu"), persistent=False)
         self.register_buffer("pair_scale", torch.tensor(1.0 - start, device="cpu"), persistent=False)
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (

@@ -220,4 +220,3 @@ class Transformer(nn.Module):
             return torch.tensor(alibi_slopes(heads), device=device)
         slopes = torch.tensor(alibi_slopes(heads // 2), device=device).view(pairs, 1, -1)
         return slopes.expand(-1, 2, -1).flatten()
-

@@ -35,10 +35,12 @@ from bloomery.core.log import info
 from bloomery.core.records import read_record
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
+from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
+from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
@@ -62,7 +64,7 @@ ELSEWHERE = "it is not on another rank"
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
 PROGRAMS = 64
-"""That the compiler may make of a block: blocks share code, and differ by their kind and by the shape of their input."""
+"""That the compiler may make of a block: blocks share code, and differ by kind and by the shape of their input."""
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
@@ -83,6 +85,13 @@ RowCount = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
 class SavedVerdict(TypedDict):
     compiled: bool
     why: str
+
+
+def settled(config: Training, device: Device) -> Training:
+    """The settings for a device: `auto` compiles for GPUs alone. On a CPU it takes minutes, and small models lose."""
+    if config.compile != "auto" or device.torch_device.type == "cuda":
+        return config
+    return config.model_copy(update={"compile": "off"})
 
 
 def prepare(
@@ -118,7 +127,8 @@ def decide(
     mode: CompileMode = "on" if known is not None else config.compile
     trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
-    verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
+    with world.alike():
+        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -213,12 +223,12 @@ def compile_blocks(
     """
     if mode == "off":
         return Verdict(False, "not asked for")
-    plain: list[tuple[float, float]] | None = None
+    sharded, plain = fsdp.is_sharded(model), None
     try:
         before = _seconds(trials) if mode == "auto" else 0.0
         plain = [trial() for trial in trials]
     except RuntimeError as error:
-        if not devices.is_out_of_memory(error):
+        if sharded or not devices.is_out_of_memory(error):
             raise
     if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
         model.zero_grad(set_to_none=True)
@@ -235,7 +245,9 @@ def compile_blocks(
         problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, compiled)), "")
         problem = problem or (graphs.problem() if graphs else "")
     except FAILURES as error:
-        problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        if sharded:  # it may be in the midst of an exchange, from which no rank finds back
+            raise RunError(f"compiled blocks failed: {_first_line(error)}", hint='Say compile="off".') from error
+        problem = f"it failed with {type(error).__name__}: {_first_line(error)}"
     took = time.monotonic() - began
     kinds.tried = True
     if not problem and mode == "auto" and (after := _seconds(trials)) > GAIN * before:
@@ -250,6 +262,10 @@ def compile_blocks(
         if original is not None:
             block.__dict__["forward"] = original
     return Verdict(False, problem)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _by_torch(compiler: Callable[..., Any]) -> bool:
