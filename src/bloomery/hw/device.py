@@ -7,9 +7,9 @@ threshold of NVIDIA's. So neither decides anything for AMD here.
 
 The peak is the reference for a model's own FLOP/s.
 Vendors' tables go by names that change. They count half a card or sparse zeros, and do not mention a laptop's power
-limit. So the peak is that of some large matmuls on this device, of random numbers: the median of a warm GPU, and
-the best of a CPU, which other programs disturb. They run now, in the format that
-training uses. A share of it is called a share of the measured peak, never a share of a vendor's peak.
+limit. So the peak is that of some large matmuls of random numbers on this device: the median of a warm GPU, or
+the best of a CPU. They run now, in the format that training uses. A share of it is called a share of the measured
+peak, never a share of a vendor's peak.
 """
 
 import ctypes
@@ -259,10 +259,10 @@ def measured_peak(device: Device) -> float:
 
 @cache
 def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
-    size, place = SIZES[kind], device.torch_device
-    generator = torch.Generator(place).manual_seed(0)  # its own: a run's random numbers stay as they are
+    size, torch_device = SIZES[kind], device.torch_device
+    generator = torch.Generator(torch_device).manual_seed(0)  # its own: a run's random numbers stay as they are
     # Random numbers: matrices of ones switch few transistors, and a GPU meets no power limit with them.
-    left, right = (torch.randn(size, size, device=place, generator=generator).to(dtype) for _ in range(2))
+    left, right = (torch.randn(size, size, device=torch_device, generator=generator).to(dtype) for _ in range(2))
     warm, seconds = WARM_SECONDS.get(kind, 0.0), list[float]()
     began = time.perf_counter()
     torch.mm(left, right)  # the first one also sets up the library

@@ -221,7 +221,7 @@ def ranks_here(world: World) -> int:
 def check_devices(world: World, device: torch.device) -> None:
     """
     Raises HardwareError where ranks of this machine would have to share a GPU. Some launchers show each rank another
-    one as its only GPU, so GPUs are told apart by what is built into them.
+    GPU as its only one, so the numbers that are built into GPUs are compared.
     """
     if device.type != "cuda" or world.size == 1:
         check_ranks(ranks_here(world), device.type, "ranks")
@@ -236,7 +236,7 @@ def check_devices(world: World, device: torch.device) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """What tells a GPU from others of this machine: its UUID, or its place on the bus."""
+    """What tells a GPU from others of this machine: its UUID, or its position on the bus."""
     facts = torch.cuda.get_device_properties(device)
     names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
     known = [str(getattr(facts, name)) for name in names if getattr(facts, name, None) is not None]

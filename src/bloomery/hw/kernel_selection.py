@@ -47,7 +47,7 @@ def select_kernels(device: Device, host: Host | None = None, keep: Path | None =
     Take the kernels for a run on this device in this process, and say which. Returns kernel -> implementation.
 
     With `keep`, a file, the outcomes of trials are kept there and taken from there again. So a resumed run chooses the
-    same kernels after the machine was tried anew.
+    same kernels after the machine was tried again.
 
     Raises HardwareError where one that training needs fails on this machine in all its implementations.
     """
@@ -81,7 +81,7 @@ def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def _kept(device: Device, host: Host, file: Path) -> Sequence[TrialResult] | None:
-    """The outcomes in the file of a run. A new file is written; that of another machine is replaced, which is said."""
+    """The outcomes in the file of a run. A new file is written; that of another machine is replaced, with a warning."""
     outcomes = kernel_trials.read(file, host, device.vendor)
     if outcomes is not None:
         return outcomes
@@ -155,14 +155,14 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     if not torch.cuda.is_available():
         return
     _ATTENTION.update(_choices(device))
-    if order and (taken := _ATTENTION[ROWS]) != order[0] and taken in kernel_trials.FUSED_ATTENTION:
-        switches[taken](False)
+    if order and (preferred := _ATTENTION[ROWS]) != order[0] and preferred in kernel_trials.FUSED_ATTENTION:
+        switches[preferred](False)
         again = _choices(device)
         if again[ROWS] == order[0]:
-            kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])} | {taken})
+            kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])} | {preferred})
             _ATTENTION.update(again)
         else:
-            switches[taken](True)
+            switches[preferred](True)
 
 
 def _switches() -> dict[str, Callable[[bool], None]]:

@@ -415,9 +415,9 @@ def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:
 def attention_order(outcomes: Sequence[TrialResult]) -> list[str]:
     """Torch's implementations of attention that passed: the fused ones, fastest first, and then the one that is not."""
     passed = {
-        one.implementation: one.milliseconds or math.inf
-        for one in outcomes
-        if one.kernel == "attention" and one.status == "passed"
+        outcome.implementation: outcome.milliseconds or math.inf
+        for outcome in outcomes
+        if outcome.kernel == "attention" and outcome.status == "passed"
     }
     fused = [name for name in FUSED_ATTENTION if name in passed]
     return [*sorted(fused, key=lambda name: passed[name]), *(["math"] if "math" in passed else [])]

@@ -248,13 +248,13 @@ def _blocks(mask: AttentionMask) -> BlockMask:
         limits.append(lambda b, h, t, s: segments[b, t + offset] == segments[b, s])
     sees = and_masks(*limits)
 
-    def made() -> BlockMask:
+    def build() -> BlockMask:
         some, full = _seen_blocks(mask)
         listed = (*_listed(some & ~full), *_listed(full))
         sizes = (mask.num_queries, mask.num_keys)
         return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=sizes)
 
-    return mask.cached("blocks", made)
+    return mask.cached("blocks", build)
 
 
 def _seen_blocks(mask: AttentionMask) -> tuple[Bool[Tensor, "b t s"], Bool[Tensor, "b t s"]]:
@@ -455,7 +455,7 @@ class DifferentialAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         start = 0.8 - 0.6 * math.exp(-0.3 * layer)
-        # Tensors, because compiled code is made anew for each other number; on the CPU, also while weights have none.
+        # Tensors, because code is compiled again for each other number; on the CPU, also while weights have none.
         self.register_buffer("lambda_start", torch.tensor(start, device="cpu"), persistent=False)
         self.register_buffer("pair_scale", torch.tensor(1.0 - start, device="cpu"), persistent=False)
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (

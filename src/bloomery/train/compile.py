@@ -7,7 +7,7 @@ gradient norm must agree with those of the plain blocks. Without agreement, afte
 time, the plain blocks are used, and the reason is printed.
 
 The compiler makes another program for each shape. Shapes that the first step has not tried run on the plain blocks.
-What blocks share, such as a mask, is made before the first of them: compiled code could not keep it for the next.
+What blocks share, such as a mask, is made before the first block. Compiled code could not keep it for the next.
 torch may also give up without an error, and call the plain code. So the graphs that it made are counted.
 """
 
@@ -276,7 +276,7 @@ def _by_torch(compiler: Callable[..., Any]) -> bool:
 class Graphs:
     """What torch's compiler made since `begin`: a graph is code that was compiled in one piece."""
 
-    made: int
+    count: int
     breaks: int
     """Places where it left compiled code, and called the plain."""
 
@@ -294,17 +294,17 @@ class Graphs:
 
     @property
     def since(self) -> "Graphs":
-        made, breaks = _graph_counts()
-        return Graphs(made - self.made, breaks - self.breaks)
+        count, breaks = _graph_counts()
+        return Graphs(count - self.count, breaks - self.breaks)
 
     def problem(self) -> str:
         since = self.since
-        return "" if since.made else f"torch compiled none of it ({since.breaks} graph breaks)"
+        return "" if since.count else f"torch compiled none of it ({since.breaks} graph breaks)"
 
     def __str__(self) -> str:
         since = self.since
         broken = f" with {since.breaks} graph breaks" if since.breaks else ""
-        return f"{since.made} graph{'' if since.made == 1 else 's'}{broken}"
+        return f"{since.count} graph{'' if since.count == 1 else 's'}{broken}"
 
 
 def _graph_counts() -> tuple[int, int]:

@@ -191,15 +191,15 @@ class Precision:
             self.scaler.scale, self.scaler.good_steps = float(saved["scale"]), int(saved["good_steps"])
 
 
-def be_deterministic(wanted: bool) -> None:
+def be_deterministic(deterministic: bool) -> None:
     """
     Have torch take algorithms that give the same bits each time, or whatever is fastest. torch raises RuntimeError for
     an operation that has none. Matmuls of NVIDIA also need a workspace of fixed size.
     """
-    if wanted:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != wanted:
-        torch.use_deterministic_algorithms(wanted)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 REASONS = {

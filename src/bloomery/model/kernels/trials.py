@@ -104,11 +104,13 @@ def main_cpu(name: str) -> None:
 
 EPS = 1e-6
 LONG = {"cpu": 4}
-"""Rows of what is timed where Triton interprets its kernels; 4096 on the GPUs that they are for."""
+"""Rows of what is timed where Triton interprets its kernels."""
+ROWS, PRODUCT_ROWS = 2**15, 2**12
+"""On the GPUs that they are for: as many as a micro-batch has tokens, and fewer where a row is a whole matmul."""
 
 
-def _long(device: Device) -> int:
-    return LONG.get(device.torch_device.type, 4096)
+def _long(device: Device, rows: int = ROWS) -> int:
+    return LONG.get(device.torch_device.type, rows)
 
 
 def triton_rms_norm(device: Device) -> None:
@@ -146,7 +148,7 @@ def triton_cross_entropy(device: Device, lost: Losing) -> None:
     losses, grads = lost(*_on(device, logits.clone(), targets))
     compare("loss", losses, z - reached)
     compare("loss, gradient of s", grads, exact_grads)
-    many = torch.randn(_long(device) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
+    many = torch.randn(_long(device, PRODUCT_ROWS) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
     places = torch.arange(len(many), device=device.torch_device)
     tell_time(device, lambda: lost(many, places))
 
@@ -227,7 +229,7 @@ def nf4(device: Device, multiplied: Multiplying) -> None:
         compare(f"{words}, gradient of x", multiplied(matrix, back, True), grad.double() @ dense.double())
     width = 2048 if _long(device) > 16 else 64
     matrix = NF4(nn.Linear(width, width)).to(device.torch_device)
-    many = torch.randn(_long(device), width, device=device.torch_device).to(dtype)
+    many = torch.randn(_long(device, PRODUCT_ROWS), width, device=device.torch_device).to(dtype)
     tell_time(device, lambda: (multiplied(matrix, many, False), multiplied(matrix, many, True)))
 
 

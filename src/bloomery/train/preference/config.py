@@ -105,7 +105,7 @@ class Prefer(Training, Adapters):
 
     @property
     def may_shard(self) -> bool:
-        """Answers are drawn, and asked for, by each rank on its own: ranks pass through the model at other times."""
+        """Each rank samples and reads answers on its own, so ranks go through the model at other times."""
         return False
 
     @property
