@@ -150,6 +150,11 @@ def _gpu(host: Host) -> Device:
     )
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a GPU of AMD or NVIDIA: torch has one name for both."""
+    return device.type == "cuda"
+
+
 def compiles_kernels(device: torch.device) -> bool:
     """Whether torch can write kernels for a GPU, which needs Triton."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

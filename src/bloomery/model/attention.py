@@ -72,11 +72,11 @@ def sdpa_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atten
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
     plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
-    if q.device.type == "cuda" and not (plain and _takes_groups(q.dtype, q.shape[3], v.shape[3])):
+    if devices.is_gpu(q.device) and not (plain and _takes_groups(q.dtype, q.shape[3], v.shape[3])):
         k, v = _ungrouped(q, k, v)
     if plain:
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.num_queries > 1, enable_gqa=True)
-    visible = _full_bias(mask, q.dtype) if q.device.type == "cuda" or mask.slopes is not None else mask.mask()[:, None]
+    visible = _full_bias(mask, q.dtype) if devices.is_gpu(q.device) or mask.slopes is not None else mask.mask()[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
@@ -405,7 +405,7 @@ class Attention(nn.Module):
                     mask.distance(dtype)
         elif _takes_flex(mask, x.device, dtype, self.head_dim, self.value_width):
             _blocks(mask)
-        elif x.device.type == "cuda" and not (mask.is_causal and T in (1, S)):
+        elif devices.is_gpu(x.device) and not (mask.is_causal and T in (1, S)):
             _full_bias(mask, dtype)
 
     def attend(

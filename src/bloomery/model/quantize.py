@@ -230,4 +230,4 @@ def kept_bytes(module: nn.Module) -> int:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return list(module.state_dict(keep_vars=True).values())  # without the table that all layers share

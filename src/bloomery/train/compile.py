@@ -89,7 +89,7 @@ class SavedVerdict(TypedDict):
 
 def settled(config: Training, device: Device) -> Training:
     """The settings for a device: `auto` compiles for GPUs alone. On a CPU it takes minutes, and small models lose."""
-    if config.compile != "auto" or device.torch_device.type == "cuda":
+    if config.compile != "auto" or devices.is_gpu(device.torch_device):
         return config
     return config.model_copy(update={"compile": "off"})
 
