@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import os
@@ -367,9 +368,27 @@ def test_auto_compiles_for_gpus_alone() -> None:
     device = on_cpu().device
     assert config.compile == "auto"
     assert compile.settled(config, device).compile == "off"
-    assert compile.settled(config, replace(device, torch_device=torch.device("cuda", 0))).compile == "auto"
+    gpu = replace(device, torch_device=torch.device("cuda", 0))
+    assert compile.settled(config, gpu).compile == "auto"
+    assert compile.settled(config, gpu, early=False).compile == "off", "a trial would sample answers"
     wanted = config.model_copy(update={"compile": "on"})
     assert compile.settled(wanted, device) == wanted
+
+
+def test_more_programs_than_torch_may_make_are_a_failure_of_the_trial_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would only warn, and call the plain code from then on."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+
+    def stops(*inputs: Any) -> Tensor:
+        assert dynamo.config.fail_on_recompile_limit_hit
+        assert dynamo.config.recompile_limit >= compile.PROGRAMS
+        raise dynamo.exc.FailOnRecompileLimitHit("recompile limit reached")
+
+    monkeypatch.setattr(compile, "_by_torch", lambda compiler: True)
+    verdict, model = tried(lambda plain: stops)
+    assert verdict == Verdict(False, "it failed with FailOnRecompileLimitHit: recompile limit reached")
+    assert is_plain(model)
+    assert not dynamo.config.fail_on_recompile_limit_hit
 
 
 GRAPHS = """

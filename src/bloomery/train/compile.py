@@ -15,6 +15,7 @@ import importlib
 import math
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -87,9 +88,12 @@ class SavedVerdict(TypedDict):
     why: str
 
 
-def settled(config: Training, device: Device) -> Training:
-    """The settings for a device: `auto` compiles for GPUs alone. On a CPU it takes minutes, and small models lose."""
-    if config.compile != "auto" or devices.is_gpu(device.torch_device):
+def settled(config: Training, device: Device, early: bool = True) -> Training:
+    """
+    The settings for a device: `auto` compiles for GPUs alone, as on a CPU it takes minutes, and small models lose. It
+    also needs samples for a trial before the first step, which are not `early` where the model samples them itself.
+    """
+    if config.compile != "auto" or (early and devices.is_gpu(device.torch_device)):
         return config
     return config.model_copy(update={"compile": "off"})
 
@@ -244,10 +248,13 @@ def compile_blocks(
             compiled = [trial() for trial in trials]
         problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, compiled)), "")
         problem = problem or (graphs.problem() if graphs else "")
-    except FAILURES as error:
+    except _failures() as error:
         if sharded:  # it may be in the midst of an exchange, from which no rank finds back
             raise RunError(f"compiled blocks failed: {_first_line(error)}", hint='Say compile="off".') from error
         problem = f"it failed with {type(error).__name__}: {_first_line(error)}"
+    finally:
+        if graphs:
+            graphs.end()
     took = time.monotonic() - began
     kinds.tried = True
     if not problem and mode == "auto" and (after := _seconds(trials)) > GAIN * before:
@@ -266,6 +273,12 @@ def compile_blocks(
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What compilers raise. torch's limit of programs is an error of its own kind."""
+    exceptions: Any = sys.modules.get("torch._dynamo.exc")
+    return FAILURES if exceptions is None else (*FAILURES, exceptions.FailOnRecompileLimitHit)
 
 
 def _by_torch(compiler: Callable[..., Any]) -> bool:
@@ -291,6 +304,11 @@ class Graphs:
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, PROGRAMS)
         dynamo.config.fail_on_recompile_limit_hit = True
         return cls(*_graph_counts())
+
+    def end(self) -> None:
+        """Let torch call plain code again, where it has compiled enough: training is not to end for it."""
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        dynamo.config.fail_on_recompile_limit_hit = False
 
     @property
     def since(self) -> "Graphs":

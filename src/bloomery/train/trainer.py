@@ -216,7 +216,7 @@ class TrainingRun:
             device = precision.device
             distributed.check_devices(self.world, device.torch_device)
             is_open = self.config.activation_checkpointing == "auto"
-            self.config = compile.settled(self.config, device)
+            self.config = compile.settled(self.config, device, self.early)
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
