@@ -106,7 +106,7 @@ def test_ranks_may_each_see_another_gpu_as_their_only_one_but_not_the_same(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(distributed.socket, "gethostname", lambda: "node")
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
     world = Several(0, 2)
     monkeypatch.setattr(Several, "other", "node GPU-1 3" if alike else "node GPU-2 4")
     if alike:

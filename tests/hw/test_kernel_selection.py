@@ -87,7 +87,7 @@ def test_attention_that_passed_stays_on_fastest_first_and_what_is_not_fused_last
     assert isinstance(switches["order"], list)
     numbers = {int(backend.value): name for name, backend in kernel_selection.BACKENDS.items()}
     assert [numbers[number] for number in switches["order"] if number in numbers][: len(order)] == order
-    assert sorted(switches["order"]) == sorted(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
+    assert sorted(switches["order"]) == sorted(torch._C._get_sdp_priority_order())
     for name in ("flash", "efficient", "cudnn"):
         assert kernel_trials.may_attend(name) == (name in order or name not in times)
 

@@ -82,9 +82,8 @@ def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
 
 def _kept(device: Device, host: Host, file: Path) -> Sequence[TrialResult] | None:
     """The outcomes in the file of a run. A new file is written; that of another machine is replaced, with a warning."""
-    outcomes = kernel_trials.read(file, host, device.vendor)
-    if outcomes is not None:
-        return outcomes
+    if (kept := kernel_trials.read(file, host, device.vendor)) is not None:
+        return kept
     outcomes = known(device, host)
     if outcomes is not None:
         if file.exists():
