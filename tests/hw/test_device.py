@@ -14,6 +14,9 @@ from tests.hw.machines import GIB, ZEN2, machine, plant
 
 import torch
 
+OPENED: list[torch.device] = []
+"""GPUs that were opened."""
+
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, hip: str | None, count: int = 1, **facts: object) -> None:
     """A torch that sees GPUs of one kind."""
@@ -21,7 +24,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, hip: str | None, count: int = 1,
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "set_device", OPENED.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: shown)
 
 
@@ -132,3 +135,74 @@ raise SystemExit(sizes[-1] > 1000)
     if done.returncode == 9:
         pytest.skip("this system has another C library than glibc")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+        RuntimeError("HIP error: out of memory"),
+        RuntimeError("NCCL Error 1: unhandled cuda error\nFailed to CUDA calloc async 608 bytes"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 18.0 GB)"),
+    ],
+    ids=lambda error: str(error)[:24],
+)
+def test_every_form_of_memory_that_ran_out_is_known(error: RuntimeError) -> None:
+    assert device.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+    assert not device.is_out_of_memory(error)
+
+
+def test_a_gpu_that_refuses_all_work_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory\nmore lines")
+
+    pretend(monkeypatch, hip=None)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with pytest.raises(HardwareError, match=r"refuses all work since: CUDA error: out of memory\n.*micro_batch_tokens"):
+        device.give_back_memory()
+
+
+def test_a_gpu_is_opened_when_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of its kernels are other processes, which a driver may keep out while it is open."""
+    pretend(monkeypatch, hip=None)
+    OPENED.clear()
+    found = device.find(host=machine(tmp_path, "nvidia"), open=False)
+    assert OPENED == []
+    found.open()
+    assert [torch.device("cuda", 0)] == OPENED
+    assert device.find(host=machine(tmp_path, "nvidia")) == found
+    assert len(OPENED) == 2
+
+
+def test_the_measured_peak_is_of_random_numbers_and_leaves_a_runs_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[torch.Tensor] = []
+    mm = torch.mm
+
+    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        multiplied.append(left)
+        return mm(left, right)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setitem(device.SIZES, "cpu", 64)
+    monkeypatch.setattr(device, "SECONDS", 0.0)
+    before = torch.get_rng_state()
+    assert device._measured.__wrapped__(device.find("cpu"), "cpu", torch.float32) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(multiplied[0].flatten().tolist())) > 4000

@@ -1,13 +1,16 @@
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bloomery.core.errors import ConfigError
+from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw import distributed, launcher
 from bloomery.hw.distributed import World
 from bloomery.train import launch
 
 import torch
+import torch.distributed as dist
 
 
 def test_one_process_alone_sends_nothing_and_waits_for_nobody() -> None:
@@ -82,3 +85,50 @@ def test_what_one_rank_says_the_others_hear() -> None:
         "gather": [0, 1000, 4000],
         "size": 3,
     }
+
+
+class Several(World):
+    """Two ranks, of which the other says what it is asked to."""
+
+    other = ""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_may_each_see_another_gpu_as_their_only_one_but_not_the_same(
+    monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    """As srun --gpus-per-task shows them, where counting would refuse."""
+    facts = SimpleNamespace(uuid="GPU-1", pci_bus_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    world = Several(0, 2)
+    monkeypatch.setattr(Several, "other", "node GPU-1 3" if alike else "node GPU-2 4")
+    if alike:
+        with pytest.raises(HardwareError, match="ranks 0 and 1 have the same GPU"):
+            distributed.check_devices(world, torch.device("cuda", 0))
+    else:
+        distributed.check_devices(world, torch.device("cuda", 0))
+
+
+def test_the_exchange_between_gpus_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits for a rank that is gone cannot be interrupted; on the CPU, ranks wait for evaluations."""
+    limits: dict[str, timedelta] = {}
+
+    class Group:
+        def _get_backend(self, place: torch.device) -> Any:
+            return SimpleNamespace(_set_default_timeout=lambda limit: limits.__setitem__(place.type, limit))
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", Group)
+    monkeypatch.setattr(distributed, "_backends", lambda: {"cpu": "gloo"})
+    distributed._limit_gpus()
+    assert limits == {}
+    monkeypatch.setattr(distributed, "_backends", lambda: {"cpu": "gloo", "cuda": "nccl"})
+    distributed._limit_gpus()
+    assert limits == {"cuda": timedelta(minutes=10)}
+    assert distributed.SILENCE > 6 * distributed.GPU_SILENCE

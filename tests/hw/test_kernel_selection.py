@@ -1,5 +1,6 @@
 """A run takes the fastest kernels that passed their trial, says which, and does not start where none did."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,13 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(
         torch.backends.cuda, "preferred_blas_library", lambda library="": told.__setitem__("blas", library)
     )
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: told.__setitem__("order", order))
     monkeypatch.setattr(native, "_REFUSED", {})
-    monkeypatch.setattr(kernel_trials, "_TRUSTED", set())
+    for name in ("_TRUSTED", "_WITHOUT"):
+        monkeypatch.setattr(kernel_trials, name, set())
+    monkeypatch.setattr(kernel_selection, "_ATTENTION", {})
+    monkeypatch.setenv(kernel_trials.EXPERIMENTAL, "")  # so that it is gone after the test too
+    monkeypatch.delenv(kernel_trials.EXPERIMENTAL)
     return told
 
 
@@ -62,30 +68,130 @@ def known(root: Path, outcomes: Sequence[TrialResult], vendor: str = "amd") -> H
 
 
 @pytest.mark.parametrize(
-    ("times", "on"),
+    ("times", "order"),
     [
-        ({"flash": 1.0, "efficient": 2.0, "math": 9.0}, {"flash", "mem_efficient", "math"}),
-        ({"flash": 3.0, "efficient": 2.0, "math": 9.0}, {"mem_efficient", "math"}),
-        ({"flash": None, "efficient": 2.0, "math": 9.0}, {"mem_efficient", "math"}),
-        ({"flash": 1.0, "efficient": None, "math": 9.0}, {"flash", "math"}),
-        ({"flash": 1.0, "efficient": 2.0, "cudnn": 0.5, "math": 9.0}, {"cudnn", "math"}),
-        ({"flash": None, "efficient": None, "math": 9.0}, {"math"}),
+        ({"flash": 1.0, "efficient": 2.0, "math": 9.0}, ["flash", "efficient", "math"]),
+        ({"flash": 3.0, "efficient": 2.0, "math": 9.0}, ["efficient", "flash", "math"]),
+        ({"flash": None, "efficient": 2.0, "math": 9.0}, ["efficient", "math"]),
+        ({"flash": 1.0, "efficient": None, "math": 9.0}, ["flash", "math"]),
+        ({"flash": 1.0, "efficient": 2.0, "cudnn": 0.5, "math": 0.1}, ["cudnn", "flash", "efficient", "math"]),
+        ({"flash": None, "efficient": None, "math": 9.0}, ["math"]),
     ],
 )
-def test_attention_is_computed_by_the_fastest_that_passed(
-    tmp_path: Path, switches: dict[str, object], times: dict[str, float | None], on: set[str]
+def test_attention_that_passed_stays_on_fastest_first_and_what_is_not_fused_last(
+    tmp_path: Path, switches: dict[str, object], times: dict[str, float | None], order: list[str]
 ) -> None:
     kernel_selection.select_kernels(GPU, known(tmp_path, attention(**times)))
-    assert {name for name, value in switches.items() if value is True} == on
+    names = {"mem_efficient": "efficient"}
+    assert {names.get(name, name) for name, value in switches.items() if value is True} == set(order)
+    assert isinstance(switches["order"], list)
+    numbers = {int(backend.value): name for name, backend in kernel_selection.BACKENDS.items()}
+    assert [numbers[number] for number in switches["order"] if number in numbers][: len(order)] == order
+    assert sorted(switches["order"]) == sorted(torch._C._get_sdp_priority_order())
+    for name in ("flash", "efficient", "cudnn"):
+        assert kernel_trials.may_attend(name) == (name in order or name not in times)
 
 
-def test_products_go_to_the_faster_library(tmp_path: Path, switches: dict[str, object]) -> None:
-    slow, fast = (
-        TrialResult(kernel="matmul", implementation=name, status="passed", why="right", milliseconds=time)
-        for name, time in (("hipblas", 5.0), ("hipblaslt", 0.7))
-    )
-    kernel_selection.select_kernels(GPU, known(tmp_path, [slow, fast]))
-    assert switches["blas"] == "cublaslt"  # torch's word for both makers'
+class Choosing:
+    """torch's choice of attention on a GPU that nobody has: the first of its list that is on and takes the call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cudnn_first: bool = False, takes_mask: str = "") -> None:
+        self.on: dict[str, bool] = {}
+        self.order: list[int] = []
+        self.cudnn_first, self.takes_mask = cudnn_first, takes_mask
+        for switch, name in (("flash", "flash"), ("mem_efficient", "efficient"), ("cudnn", "cudnn"), ("math", "math")):
+            monkeypatch.setattr(
+                torch.backends.cuda, f"enable_{switch}_sdp", lambda on, name=name: self.on.__setitem__(name, on)
+            )
+        monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: setattr(self, "order", order))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "_fused_sdp_choice", self.choice)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(*shape, device="meta", **how))
+
+    def choice(self, q: torch.Tensor, k: object, v: object, mask: object, *rest: object, **how: object) -> int:
+        names = {int(backend.value): name for name, backend in kernel_selection.BACKENDS.items()}
+        order = [names[number] for number in self.order if number in names]
+        if self.cudnn_first:
+            order = ["cudnn", *(name for name in order if name != "cudnn")]
+        for name in order:
+            half = q.dtype != torch.float32
+            fits = {"flash": half and mask is None, "cudnn": half, "efficient": True, "math": True}[name]
+            if self.on[name] and fits and (mask is None or name in ("math", self.takes_mask)):
+                return int(kernel_selection.BACKENDS[name].value)
+        return -1
+
+
+def test_a_run_says_what_torch_takes_for_each_kind_of_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Choosing(monkeypatch, takes_mask="efficient")
+    times = attention(flash=1.0, efficient=2.0, cudnn=3.0, math=9.0)
+    kernel_selection.select_kernels(replace(GPU, vendor="nvidia"), known(tmp_path, times, "nvidia"))
+    said = capsys.readouterr()
+    words = "causal rows by flash, masked rows by efficient, rows in float32 by efficient"
+    assert f"attention: {words}" in said.out + said.err
+    assert "square" not in said.out + said.err
+    assert words.replace(", ", "; ") in kernel_selection.state(replace(GPU, vendor="nvidia"))
+
+
+def test_an_implementation_that_torch_prefers_to_a_faster_one_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchs = Choosing(monkeypatch, cudnn_first=True)
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, cudnn=2.0, math=9.0)))
+    assert (torchs.on["flash"], torchs.on["cudnn"]) == (True, False)
+    assert not kernel_trials.may_attend("cudnn")
+    torchs = Choosing(monkeypatch, cudnn_first=True)
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=2.0, cudnn=1.0, math=9.0)))
+    assert (torchs.on["flash"], torchs.on["cudnn"]) == (True, True)
+
+
+@pytest.mark.parametrize("flex", [True, False])
+def test_attention_without_a_fused_kernel_is_warned_of_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flex: bool
+) -> None:
+    Choosing(monkeypatch)
+    monkeypatch.setattr(kernel_selection, "compiles_kernels", lambda device: True)
+    status: TrialStatus = "passed" if flex else "failed"
+    tried = TrialResult(kernel=kernel_trials.FLEX, status=status, why="", milliseconds=1.0)
+    kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=None, math=9.0), tried]))
+    said = capsys.readouterr()
+    assert ("memory grows with the square of their length" in said.out + said.err) is not flex
+    assert kernel_trials.may_attend("flex") is flex
+
+
+def test_the_switch_of_amd_is_set_where_attention_passed_with_it(tmp_path: Path) -> None:
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=None, efficient=None, math=9.0)))
+    assert kernel_trials.EXPERIMENTAL not in os.environ
+    host = known(tmp_path, attention(flash=1.0, math=9.0))
+    kernel_selection.select_kernels(GPU, host)
+    assert os.environ[kernel_trials.EXPERIMENTAL] == "1"
+    opened = replace(host, env={**host.env, kernel_trials.EXPERIMENTAL: "1"})
+    assert kernel_trials.load(opened, "amd") is not None, "a later stage of the process finds the same trials"
+    closed = replace(host, env={**host.env, kernel_trials.EXPERIMENTAL: "0"})
+    assert kernel_trials.load(closed, "amd") is None
+
+
+@pytest.mark.parametrize(
+    ("times", "taken"),
+    [((5.0, 0.7), "cublaslt"), ((0.7, 5.0), "cublas"), ((1.0, 1.05), None), ((None, 5.0), "cublaslt")],
+)
+def test_torchs_library_for_matmuls_stays_unless_it_is_clearly_slower_or_wrong(
+    tmp_path: Path, switches: dict[str, object], times: tuple[float | None, float], taken: str | None
+) -> None:
+    outcomes = [
+        TrialResult(
+            kernel="matmul",
+            implementation=name,
+            status="failed" if time is None else "passed",
+            why="",
+            milliseconds=time,
+        )
+        for name, time in zip(("hipblas", "hipblaslt"), times, strict=True)
+    ]
+    kernel_selection.select_kernels(GPU, known(tmp_path, outcomes))
+    assert switches.get("blas") == taken  # torch's word for both makers'
 
 
 def norms(of_torch: float, ours: float | None) -> list[TrialResult]:
@@ -182,3 +288,20 @@ def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -
     host = known(tmp_path, [bad])
     assert kernel_selection.why_not("block-compiled", GPU, host) == "did not end in time"
     assert kernel_selection.why_not("training", GPU, host) == ""
+
+
+def test_a_deterministic_run_keeps_its_choice_after_the_machine_was_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two libraries that are as fast as each other: the next trial may see them the other way round."""
+    keep = tmp_path / "kernels.json"
+    first = kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, efficient=1.1, math=9.0)), keep)
+    again = known(tmp_path, attention(flash=1.1, efficient=1.0, math=9.0))
+    assert kernel_selection.select_kernels(GPU, again, keep) == first
+    assert kernel_selection.select_kernels(GPU, again)["attention"].implementation == "efficient"
+    capsys.readouterr()
+    other = replace(again, env={**again.env, "TORCH_BLAS_PREFER_HIPBLASLT": "0"})
+    kernel_trials.save(other, "amd", attention(flash=None, efficient=1.0, math=9.0))
+    assert kernel_selection.select_kernels(GPU, other, keep)["attention"].implementation == "efficient"
+    said = capsys.readouterr()
+    assert "is not what the run began with" in said.out + said.err

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials
+from bloomery.model import attention
 from bloomery.model.attention import (
     CHUNK_QUERIES,
     Cache,
@@ -25,6 +27,9 @@ from tests.model.made import CHOICES, SHAPES, lively
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WAYS = (softmax_attention, sdpa_attention, fused_attention, processor_attention)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
@@ -166,6 +171,164 @@ def test_the_kernel_made_for_a_mask_is_the_formula(seed: int) -> None:
     inputs, mask = case(seed, (2, 1, 2, 300, 0), 12)
     mask = replace(mask, allowed=None, _made={})
     assert torch.allclose(flexible_attention(*inputs, mask), softmax_attention(*inputs, mask), atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize("group", [3, 5, 6])
+def test_the_kernel_made_for_a_mask_takes_groups_that_are_no_power_of_two(group: int) -> None:
+    """Of several documents."""
+    inputs, _ = case(3, (2, 2, group, 300, 0), 6)
+    segments = (torch.arange(300) // 70).expand(2, 300)
+    mask = AttentionMask(num_queries=300, num_keys=300, device=CPU, segments=segments)
+    assert torch.allclose(flexible_attention(*inputs, mask), softmax_attention(*inputs, mask), atol=2e-6)
+
+
+def packed(seed: int, tokens: int, before: int, window: int | None) -> AttentionMask:
+    generator = torch.Generator().manual_seed(seed)
+    share = (0.002, 0.02, 0.4)[seed % 3]
+    segments = (torch.rand(2, tokens + before, generator=generator) < share).cumsum(1)
+    return AttentionMask(
+        num_queries=tokens,
+        num_keys=tokens + before,
+        device=CPU,
+        window=window,
+        segments=segments if seed % 4 else None,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(128, 0), (300, 0), (700, 200), (1024, 0)])
+@pytest.mark.parametrize("window", [None, 13, 130, 400])
+def test_blocks_from_the_bounds_of_documents_are_those_of_the_whole_mask(
+    tokens: int, before: int, window: int | None
+) -> None:
+    """Block by block what torch finds from the T × S mask, forward and for gradients, in the same order."""
+    for seed in range(6):
+        mask = packed(seed, tokens, before, window)
+        ours = attention._blocks(mask)
+        rows = None if mask.segments is None else 2
+        theirs = create_block_mask(ours.mask_mod, rows, None, tokens, tokens + before, device="cpu")
+        for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+            for either in (name, f"full_{name}"):
+                assert torch.equal(getattr(ours, either), getattr(theirs, either)), either
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_documents_in_any_order_no_block_is_left_out_and_none_is_taken_whole_that_is_not(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    segments = torch.randint(0, 3, (2, 12), generator=generator).repeat_interleave(64, 1)
+    mask = AttentionMask(num_queries=768, num_keys=768, device=CPU, segments=segments)
+    some, full = attention._seen_blocks(mask)
+    seen = mask.mask().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    assert bool((some | ~seen.any(4).any(2)).all())
+    assert bool((~full | seen.all(4).all(2)).all())
+
+
+def test_the_blocks_of_a_long_row_are_made_without_a_mask_of_its_size() -> None:
+    """131,072 tokens would be 16 GiB of booleans. What is made has a number for each pair of blocks."""
+    largest = [0]
+    mode: Any = TorchDispatchMode
+
+    class Sizes(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            for one in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(one, Tensor):
+                    largest[0] = max(largest[0], one.numel() * one.element_size())
+            return made
+
+    T = 131_072
+    mask = AttentionMask(num_queries=T, num_keys=T, device=CPU, segments=(torch.arange(T) // 3000)[None])
+    with Sizes():
+        blocks = attention._blocks(mask)
+    assert largest[0] <= 8 * (T // 128) ** 2
+    assert blocks.shape == (1, 1, T, T)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+FAKE = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+"""What fake tensors import warns of itself."""
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], Any]]:
+    """What fused_attention calls for tensors of a GPU that is not there: name, shape of the keys, mask."""
+    calls: list[tuple[str, tuple[int, ...], Any]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **how: Any) -> Tensor:
+        calls.append(("sdpa", tuple(k.shape), attn_mask))
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kernel: Any = None) -> Tensor:
+        calls.append(("flex", tuple(k.shape), mask))
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(attention, "flexible_attention", flex)
+    monkeypatch.setattr(devices, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(kernel_trials, "_WITHOUT", set())
+    return calls
+
+
+def on_gpu(
+    heads: tuple[int, int], tokens: int, dtype: torch.dtype = HALF, *, packed: bool, width: int = 64, wide: int = 64
+) -> None:
+    with FakeTensorMode():
+        place = torch.device("cuda", 0)
+        q, k, v = (
+            torch.empty(2, count, tokens, size, device=place, dtype=dtype)
+            for count, size in ((heads[0], width), (heads[1], width), (heads[1], wide))
+        )
+        segments = torch.zeros(2, tokens, dtype=torch.int64, device=place) if packed else None
+        bias = torch.empty(2, 1, tokens, tokens, device=place, dtype=dtype)
+        mask = AttentionMask(
+            num_queries=tokens, num_keys=tokens, device=place, segments=segments, _made={("bias", dtype): bias}
+        )
+        fused_attention(q, k, v, mask)
+
+
+@FAKE
+@pytest.mark.parametrize("heads", [(20, 4), (24, 4), (15, 5), (12, 12), (32, 8)])
+def test_on_gpus_every_grouping_of_heads_has_attention_that_keeps_no_square(
+    called: list[tuple[str, tuple[int, ...], Any]], heads: tuple[int, int]
+) -> None:
+    on_gpu(heads, 2048, packed=True)
+    on_gpu(heads, 2048, packed=False)
+    on_gpu(heads, 512, packed=True)
+    on_gpu(heads, 2048, FULL, packed=False)
+    long, plain, short, full = called
+    assert long[0] == "flex"
+    assert (plain[0], plain[1][1], plain[2]) == ("sdpa", heads[1], None)
+    assert (short[0], short[1][1], short[2].dtype) == ("sdpa", heads[0], HALF)
+    assert (full[0], full[1][1], full[2]) == ("sdpa", heads[0], None)
+
+
+@FAKE
+def test_on_gpus_long_rows_that_no_fused_kernel_takes_go_to_the_kernel_made_for_a_mask(
+    called: list[tuple[str, tuple[int, ...], Any]],
+) -> None:
+    on_gpu((20, 4), 2048, packed=False, wide=128)  # as differential attention has them
+    kernel_trials.leave_attention(("flash", "efficient", "cudnn"))
+    on_gpu((20, 4), 2048, packed=False)
+    on_gpu((20, 4), 512, packed=False)
+    assert [name for name, *_ in called] == ["flex", "flex", "sdpa"]
+
+
+@FAKE
+def test_on_gpus_where_the_kernel_made_for_a_mask_failed_torchs_attention_takes_the_mask(
+    called: list[tuple[str, tuple[int, ...], Any]],
+) -> None:
+    kernel_trials.leave_attention(("flex",))
+    on_gpu((20, 4), 2048, packed=True)
+    [(name, keys, mask)] = called
+    assert (name, keys[1], mask.dtype, tuple(mask.shape)) == ("sdpa", 20, HALF, (2, 1, 2048, 2048))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_repeated_key_heads_and_a_mask_as_a_bias_are_the_formula(seed: int) -> None:
+    (q, k, v), mask = case(seed, (2, 2, 3, 9, 4))
+    bias = attention._full_bias(mask, q.dtype)
+    y = torch.nn.functional.scaled_dot_product_attention(q, *attention._ungrouped(q, k, v), attn_mask=bias)
+    assert torch.allclose(y, softmax_attention(q, k, v, mask), atol=2e-6)
 
 
 @pytest.mark.gpu

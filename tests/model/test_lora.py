@@ -188,3 +188,15 @@ def test_dora_changes_nothing_at_first_and_then_has_rows_of_the_lengths_that_it_
     model(ids()).square().sum().backward()
     assert all(bool(weight.grad.any()) for weight in lora.weights(model).values() if weight.grad is not None)
     assert len(lora.weights(model)) == 2 * 7 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_dropped_on_gpus_is_what_is_dropped_on_a_processor(dtype: torch.dtype) -> None:
+    """In half the bits, and in-place in memory of its own."""
+    x, salt = torch.randn(3, 700, 40).to(dtype), torch.randn(40, 8)
+    before = x.clone()
+    long, short = lora._coins(x, salt), lora._short_coins(x, salt)
+    assert short.dtype == torch.int32
+    assert torch.equal(long, short.long() + 2**31)
+    assert torch.equal(x, before)
+    assert abs(float((long < 0.3 * 2**32).double().mean()) - 0.3) < 0.01

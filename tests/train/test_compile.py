@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import os
@@ -5,7 +6,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import RunError
 from bloomery.hw.distributed import World
+from bloomery.model.kernels import cpu
 from bloomery.shards.loader import Batch, PackedDataset
 from bloomery.train import compile
 from bloomery.train.activation_checkpointing import checkpoint_activations
@@ -325,6 +328,90 @@ def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_hint(
     (tmp_path / "compile.json").write_text(text)
     with pytest.raises(RunError, match=rf"compile.json: {why}.*\nRemove it"):
         session(shards, tmp_path, compile="on").run()
+
+
+def test_a_compiler_that_compiled_nothing_is_not_believed() -> None:
+    """torch calls the plain code where it cannot follow it, and the numbers agree then."""
+    verdict, model = tried(partial(torch.compile, disable=True))
+    assert verdict == Verdict(False, "torch compiled none of it (0 graph breaks)")
+    assert is_plain(model)
+
+
+def test_what_layers_share_of_a_mask_is_made_before_the_first_compiled_block() -> None:
+    seen: list[bool] = []
+
+    def compiler(plain: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
+        def call(x: Tensor, rope: Any, mask: Any, cache: Any) -> Tensor:
+            before = len(mask._made)
+            output = plain(x, rope, mask, cache)
+            seen.append(len(mask._made) == before > 0)
+            return output
+
+        return call
+
+    with native_off():
+        assert tried(compiler)[0].compiled
+    assert seen
+    assert all(seen)
+
+
+@contextmanager
+def native_off() -> Iterator[None]:
+    """As while torch compiles, when no library of ours is called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "ready", lambda *tensors: False)
+        yield
+
+
+def test_auto_compiles_for_gpus_alone() -> None:
+    config = build(Training, {"steps": 1, "global_batch_tokens": 1})
+    device = on_cpu().device
+    assert config.compile == "auto"
+    assert compile.settled(config, device).compile == "off"
+    gpu = replace(device, torch_device=torch.device("cuda", 0))
+    assert compile.settled(config, gpu).compile == "auto"
+    assert compile.settled(config, gpu, early=False).compile == "off", "a trial would sample answers"
+    wanted = config.model_copy(update={"compile": "on"})
+    assert compile.settled(wanted, device) == wanted
+
+
+def test_more_programs_than_torch_may_make_are_a_failure_of_the_trial_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would only warn, and call the plain code from then on."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+
+    def stops(*inputs: Any) -> Tensor:
+        assert dynamo.config.fail_on_recompile_limit_hit
+        assert dynamo.config.recompile_limit >= compile.PROGRAMS
+        raise dynamo.exc.FailOnRecompileLimitHit("recompile limit reached")
+
+    monkeypatch.setattr(compile, "_by_torch", lambda compiler: True)
+    verdict, model = tried(lambda plain: stops)
+    assert verdict == Verdict(False, "it failed with FailOnRecompileLimitHit: recompile limit reached")
+    assert is_plain(model)
+    assert not dynamo.config.fail_on_recompile_limit_hit
+
+
+GRAPHS = """
+from functools import partial
+import torch
+from bloomery.train import compile
+from bloomery.model.config import ModelConfig
+from tests.train import test_compile
+from tests.model.made import SHAPES
+test_compile.SHAPES = (ModelConfig(**SHAPES[0].model_dump(exclude_unset=True) | {shape}),)
+compiler = partial(torch.compile, dynamic=False, backend="aot_eager")
+print(test_compile.tried(compiler, level="{level}")[0].why)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["none", "full", "selective"])
+def test_blocks_of_a_kind_are_one_graph_for_each_shape_without_a_break(level: str) -> None:
+    """Micro-batches have two and one rows. Layers of other numbers share a program: torch would compile eight."""
+    shape = {"num_layers": 12, "attention": "differential" if level == "full" else "standard"}
+    code = GRAPHS.format(level=level, shape=shape)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "plain blocks; 2 graphs compiled in" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 REAL = """

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -32,6 +33,7 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch, step
 from bloomery.train.config import AdamW, Training
 from bloomery.train.plan.memory import check_shard
+from bloomery.train.preference.config import Prefer
 from bloomery.train.state import Hook, State
 from bloomery.train.step import accumulate_gradients
 from bloomery.weights import checkpoint
@@ -80,7 +82,6 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"compile": "auto"}, 'compile="auto" does not go with parallelism="fsdp".*\nSay compile="off"'),
         ({"optimizer": {"kind": "adamw8bit"}}, 'optimizer.kind="adamw8bit" does not go.*\nSay optimizer.kind="adamw"'),
     ],
 )
@@ -89,6 +90,15 @@ def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any]
     with pytest.raises(ConfigError, match=told):
         check_shard(config, 2)
     assert not check_shard(config, 1)
+
+
+def test_preference_training_is_refused_with_parts_before_ranks_wait_for_each_other() -> None:
+    """Each rank asks the model on its own, so that they would pass through it at other times."""
+    pairs = {"pairs": [{"kind": "worlds"}]}
+    config = build(Prefer, {"steps": 1, "global_batch_tokens": 1, "parallelism": "fsdp", **pairs})
+    with pytest.raises(ConfigError, match=r'^\[prefer\] does not go with parallelism="fsdp".*\n.*parallelism="none"'):
+        check_shard(config, 2)
+    assert not check_shard(config.model_copy(update={"parallelism": "none"}), 2)
 
 
 def compare(one: Path, other: Path) -> None:
@@ -152,6 +162,19 @@ def test_any_number_of_ranks_is_one_whether_they_hold_parts_or_all(
     shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, level: str
 ) -> None:
     are_one(shards, tmp_path, optimizer, ranks, parallelism, activation_checkpointing=level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["none", "full"])
+def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_path: Path, level: str) -> None:
+    """Between the exchanges of weights, which no compiled code holds."""
+    settings: dict[str, Any] = {"optimizer": ADAMW, "eval_every": 5, "micro_batch_tokens": 16}
+    run(shards, tmp_path / "plain", 2, parallelism="fsdp", **settings)
+    run(shards, tmp_path / "fast", 2, parallelism="fsdp", compile="on", activation_checkpointing=level, **settings)
+    [verdict] = json.loads((tmp_path / "fast" / "compile.json").read_text()).values()
+    assert verdict["compiled"], verdict
+    assert re.search(r"; \d+ graphs? compiled in", verdict["why"]), verdict
+    assert losses(tmp_path / "fast") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
 
 
 def are_one(shards: Path, folder: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, **more: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError, RunError
-from bloomery.core.signals import Terminated
+from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.train import launch
@@ -146,3 +146,17 @@ def test_ranks_that_are_asked_to_stop_while_they_start_are_no_failure(shards: Pa
             time.sleep(0.01)
         parent.terminate()
         assert parent.wait(timeout=60) == 143
+
+
+def test_a_rank_that_the_others_gave_up_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for GPUs aborts the ranks that wait, and the cause is the rank that runs on."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    waits, aborts = "import time; time.sleep(60)", "import os; os.abort()"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (aborts, waits, aborts)]
+    try:
+        with pytest.raises(RunError, match=rf"^rank 1 \(process {processes[1].pid}\) stopped answering"):
+            launch._watch(processes, tmp_path, StopRequest())
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,4 +1,5 @@
 import math
+import os
 from dataclasses import asdict, replace
 from itertools import repeat
 
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.shards.loader import Batch
-from bloomery.train.precision import Precision, Scaler
+from bloomery.train.precision import Precision, Scaler, be_deterministic
 from bloomery.train.state import State
 from bloomery.train.step import BatchLoss, BatchTotals, CausalLMLoss, accumulate_gradients, retry_on_overflow
 from tests.model.made import SHAPES, lively
@@ -169,3 +170,15 @@ def test_a_penalty_of_scores_is_minimized_and_not_reported_as_loss() -> None:
         found.append((loss, model.head.weight.grad.clone()))
     assert found[0][0] == found[1][0]
     assert not torch.allclose(found[0][1], found[1][1])
+
+
+def test_a_deterministic_run_sets_what_that_takes_and_the_next_run_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    be_deterministic(True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        be_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -7,12 +7,15 @@ threshold of NVIDIA's. So neither decides anything for AMD here.
 
 The peak is the reference for a model's own FLOP/s.
 Vendors' tables go by names that change. They count half a card or sparse zeros, and do not mention a laptop's power
-limit. So the peak is that of the best of some large matmuls on this device. They run now, in the format that
-training uses. A share of it is called a share of the measured peak, never a share of a vendor's peak.
+limit. So the peak is that of some large matmuls of random numbers on this device: the median of a warm GPU, or
+the best of a CPU. They run now, in the format that training uses. A share of it is called a share of the measured
+peak, never a share of a vendor's peak.
 """
 
 import ctypes
 import importlib.util
+import re
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -52,6 +55,11 @@ class Device:
     backend: Backend
     """Of torch.distributed."""
 
+    def open(self) -> None:
+        """Compute on this GPU from now on, where no other is named."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.set_device(self.torch_device)
+
     def synchronize(self) -> None:
         """Wait until everything that was asked of the device is done."""
         if self.torch_device.type == "cuda":
@@ -88,15 +96,19 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def find(choice: DeviceChoice = "auto", host: Host | None = None) -> Device:
+def find(choice: DeviceChoice = "auto", host: Host | None = None, *, open: bool = True) -> Device:
     """
-    The device that this process should use. On a machine with several GPUs, the one that LOCAL_RANK says.
+    The device that this process should use. On a machine with several GPUs, the one that LOCAL_RANK says. A GPU is
+    opened, unless the caller does it later by `Device.open`: while it is, other processes may have no access.
 
     Raises HardwareError where the wanted device is not there.
     """
     host = host or Host.here()
     if choice in ("auto", "cuda") and torch.cuda.is_available():
-        return _gpu(host)
+        device = _gpu(host)
+        if open:
+            device.open()
+        return device
     if choice in ("auto", "mps") and torch.backends.mps.is_available():
         return Device(
             torch_device=torch.device("mps"),
@@ -121,7 +133,6 @@ def find(choice: DeviceChoice = "auto", host: Host | None = None) -> Device:
 
 def _gpu(host: Host) -> Device:
     index = launcher.number("LOCAL_RANK", host.env, 0) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
     facts = torch.cuda.get_device_properties(index)
     amd = is_rocm()
     target = str(getattr(facts, "gcnArchName", "")).partition(":")[0] if amd else ""
@@ -137,6 +148,11 @@ def _gpu(host: Host) -> Device:
         compute_dtype=torch.bfloat16 if bf16 else torch.float16,
         backend="nccl",
     )
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a GPU of AMD or NVIDIA: torch has one name for both."""
+    return device.type == "cuda"
 
 
 def compiles_kernels(device: torch.device) -> bool:
@@ -155,15 +171,38 @@ def _processor_name(host: Host) -> str:
     return names[0] if names else host.processor
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an operation of torch failed for want of memory, on a GPU or on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|(CUBLAS|CUDNN|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED"
+    r"|hipblaslt.*allocat|Failed to (CUDA|HIP) (malloc|calloc)|(cuda|hip)ErrorMemoryAllocation",
+    re.IGNORECASE,
+)
+"""How drivers and libraries say it, whose memory torch's allocator does not manage."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """
+    Whether an operation failed for want of memory: of torch's allocator, of a driver, of a library for matmuls,
+    attention or exchange, or on a CPU.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def give_back_memory() -> None:
-    """Release the GPU memory that torch caches, so that blocks of other sizes fit."""
-    if torch.cuda.is_available():
+    """
+    Release the GPU memory that torch caches, so that blocks of other sizes fit. Raises HardwareError where the driver
+    refuses everything since an error: no smaller batch helps then, until the process ends.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    except RuntimeError as error:
+        what = f"memory ran out, and the GPU refuses all work since: {str(error).strip().partition(chr(10))[0]}"
+        hint = "Run it again, from the newest checkpoint, with a smaller micro_batch_tokens."
+        raise HardwareError(what, hint=hint) from error
 
 
 def threads() -> int:
@@ -197,6 +236,8 @@ def keep_freed_memory() -> bool:
 
 SIZES = {"cpu": 1536, "mps": 4096, "cuda": 8192}
 SECONDS = 0.3
+WARM_SECONDS = {"cuda": 2.0, "mps": 2.0}
+"""In which a GPU comes to the clock that it can hold."""
 
 
 def listed_peak(device: Device, devices: int = 1) -> float | None:
@@ -217,20 +258,28 @@ def now(device: Device) -> float:
 
 
 def measured_peak(device: Device) -> float:
-    """FLOP/s of the best of some square matmuls in the device's compute format. Measured once in a process."""
+    """FLOP/s of square matmuls in the device's compute format. Measured once in a process."""
     return _measured(device, device.torch_device.type, device.compute_dtype)
 
 
 @cache
 def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
-    size = SIZES[kind]
-    left, right = (torch.ones(size, size, device=device.torch_device, dtype=dtype) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + SECONDS
+    size, torch_device = SIZES[kind], device.torch_device
+    generator = torch.Generator(torch_device).manual_seed(0)  # its own: a run's random numbers stay as they are
+    # Random numbers: matrices of ones switch few transistors, and a GPU meets no power limit with them.
+    left, right = (torch.randn(size, size, device=torch_device, generator=generator).to(dtype) for _ in range(2))
+    warm, seconds = WARM_SECONDS.get(kind, 0.0), list[float]()
+    began = time.perf_counter()
     torch.mm(left, right)  # the first one also sets up the library
     device.synchronize()
-    while time.perf_counter() < end or best == float("inf"):
-        began = now(device)
+    while time.perf_counter() < began + warm:
         torch.mm(left, right)
         device.synchronize()
-        best = min(best, now(device) - began)
-    return 2.0 * size**3 / best
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or not seconds:
+        before = now(device)
+        torch.mm(left, right)
+        device.synchronize()
+        seconds.append(now(device) - before)
+    typical = min(seconds) if kind == "cpu" else statistics.median(seconds)
+    return 2.0 * size**3 / typical

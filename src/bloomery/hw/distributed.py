@@ -32,6 +32,11 @@ c10d: Any = dist
 """Its stores are not there in builds without torch.distributed, such as AMD's for Windows, where World.alone() is."""
 SILENCE = timedelta(hours=2)
 """How long a rank waits for the others in the midst of training: longer than any save or evaluation."""
+GPU_SILENCE = timedelta(minutes=10)
+"""
+How long GPUs wait for each other. They exchange within steps alone: ranks that wait for an evaluation, or a save, of
+the first do so on the CPU. A kernel that waits cannot be asked why, so the process ends after this time.
+"""
 PATIENCE = timedelta(days=30)
 """How long a rank waits for the first to have something to train."""
 
@@ -178,10 +183,18 @@ def joined(number: int = 0) -> Iterator[World]:
             world_size=world.size,
             timeout=SILENCE,
         )
+        _limit_gpus()
     try:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def _limit_gpus() -> None:
+    """Give the library for GPUs a limit of its own: it is opened with that of the CPU's."""
+    if "cuda" in _backends():
+        group = c10d.distributed_c10d._get_default_group()
+        group._get_backend(torch.device("cuda"))._set_default_timeout(GPU_SILENCE)
 
 
 def error_facts(error: BaseException) -> dict[str, str]:
@@ -206,14 +219,34 @@ def ranks_here(world: World) -> int:
 
 
 def check_devices(world: World, device: torch.device) -> None:
-    """Raises HardwareError where the ranks of this machine would have to share a GPU."""
-    check_ranks(ranks_here(world), device.type, "ranks")
+    """
+    Raises HardwareError where ranks of this machine would have to share a GPU. Some launchers show each rank another
+    GPU as its only one, so the numbers that are built into GPUs are compared.
+    """
+    if device.type != "cuda" or world.size == 1:
+        check_ranks(ranks_here(world), device.type, "ranks")
+        return
+    label = f"{socket.gethostname()} {_identity(device)}"
+    shared = world.gather(label)
+    if len(set(shared)) < len(shared):
+        first = next(label for label in shared if shared.count(label) > 1)
+        ranks = [str(rank) for rank, other in enumerate(shared) if other == first]
+        what = f"ranks {' and '.join(ranks)} have the same GPU ({first})"
+        raise HardwareError(what, where="ranks", hint='Take as many ranks as there are GPUs, or device="cpu".')
+
+
+def _identity(device: torch.device) -> str:
+    """What tells a GPU from others of this machine: its UUID, or its position on the bus."""
+    facts = torch.cuda.get_device_properties(device)
+    names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+    known = [str(getattr(facts, name)) for name in names if getattr(facts, name, None) is not None]
+    return " ".join(known) or str(device)
 
 
 def check_ranks(ranks: int, choice: str, where: str) -> None:
     """
-    Raises HardwareError for more ranks on this machine than it has GPUs, or without a GPU, than its CPU can do anything
-    with. Nothing is started, and no GPU is touched. `where` is the setting that says how many.
+    Raises HardwareError for more ranks, all started here, than this machine has GPUs, or without a GPU, than its CPU
+    can do anything with. Nothing is started, and no GPU is touched. `where` is the setting that says how many.
     """
     if ranks == 1:
         return

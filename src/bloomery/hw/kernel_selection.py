@@ -4,43 +4,65 @@ Select each kernel of a run: the fastest implementation that passed its trial.
 An implementation that failed its trial is never selected. Bloomery tries a GPU when a run first meets it. It tries
 again when driver, torch, Triton or environment have changed. Only `bloomery doctor` tries a CPU. The compiled
 library is what differs between two CPUs, and tests compare it.
+
+torch chooses an implementation of attention for each call: the first of a list that accepts the tensors. So a run
+leaves on all that passed, fastest first, and then asks torch what it would take.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bloomery.core import native
 from bloomery.core.log import info
 from bloomery.hw import kernel_trials
 from bloomery.hw import require_torch as require_torch
-from bloomery.hw.device import Device
+from bloomery.hw.device import Device, compiles_kernels
 from bloomery.hw.host import Host
 from bloomery.hw.kernel_trials import TrialResult
 
 import torch
+from torch.nn.attention import SDPBackend
 
 LIBRARY, PRODUCTS = "training", "products"
 """Of native/: that which holds kernels of training, and that which has part in attention."""
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Implementations of attention in torch, by their words in trials."""
+WORTH_A_CHANGE = 1.1
+"""A library for matmuls replaces torch's choice only if the other library takes at least this many times as long."""
+LONG_ROW = 1024
+"""Tokens from which on attention that keeps a number for each pair of tokens is worth a warning."""
+_ATTENTION: dict[str, str] = {}
+"""What torch takes in this process: kind of call -> implementation. Empty where no GPU was asked."""
 
 
-def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, TrialResult]:
+def select_kernels(device: Device, host: Host | None = None, keep: Path | None = None) -> Mapping[str, TrialResult]:
     """
     Take the kernels for a run on this device in this process, and say which. Returns kernel -> implementation.
+
+    With `keep`, a file, the outcomes of trials are kept there and taken from there again. So a resumed run chooses the
+    same kernels after the machine was tried again.
 
     Raises HardwareError where one that training needs fails on this machine in all its implementations.
     """
     host = host or Host.here()
     kernel_trials.trust(())
-    outcomes = known(device, host)
+    kernel_trials.leave_attention(())
+    _ATTENTION.clear()
+    outcomes = _kept(device, host, keep) if keep is not None else known(device, host)
     if outcomes is None:
         return {}
     kernel_trials.check(outcomes)
     selected = kernel_trials.choose(outcomes)
     if device.torch_device.type == "cuda":
-        _take_attention({one.implementation: one for one in outcomes if one.kernel == "attention"})
-        if "matmul" in selected and selected["matmul"].implementation:
-            library = "cublaslt" if selected["matmul"].implementation.endswith("lt") else "cublas"
-            torch.backends.cuda.preferred_blas_library(library)
+        _take_attention(device, outcomes)
+        _take_matmuls([one for one in outcomes if one.kernel == "matmul"])
     kernel_trials.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
     wrong = {one.name: one.why for one in _failed(outcomes)}
     if fault := kernel_trials.library_fault(outcomes):
@@ -50,11 +72,25 @@ def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, Tri
     info(f"  kernels: {kernel_trials.summary(outcomes)}")
     for name, why in wrong.items():
         info(f"  {name} is not used here: {why}", style="yellow")
+    _report_attention(device)
     return selected
 
 
 def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
     return [one for one in outcomes if one.status == "failed"]
+
+
+def _kept(device: Device, host: Host, file: Path) -> Sequence[TrialResult] | None:
+    """The outcomes in the file of a run. A new file is written; that of another machine is replaced, with a warning."""
+    if (kept := kernel_trials.read(file, host, device.vendor)) is not None:
+        return kept
+    outcomes = known(device, host)
+    if outcomes is not None:
+        if file.exists():
+            what = "this machine, its driver or its software is not what the run began with"
+            info(f"  {what}: kernels are chosen again, and numbers may differ in their last bits", style="yellow")
+        kernel_trials.write(file, host, device.vendor, outcomes)
+    return outcomes
 
 
 def known(device: Device, host: Host) -> Sequence[TrialResult] | None:
@@ -82,29 +118,124 @@ def state(device: Device) -> str:
     words = [f"compiled library: {native.state(LIBRARY)}"]
     if device.torch_device.type == "cuda":
         switches: Any = torch.backends.cuda
-        attention = {
+        enabled = {
             "flash": switches.flash_sdp_enabled(),
             "efficient": switches.mem_efficient_sdp_enabled(),
             "cudnn": switches.cudnn_sdp_enabled(),
             "math": switches.math_sdp_enabled(),
         }
-        words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
+        order = [name for name in _order_now() if enabled[name]]
+        flex = ["flex"] if kernel_trials.may_attend("flex") else []
+        words.append(f"attention: {', '.join([*order, *flex])}")
+        words.extend(f"{kind} by {name}" for kind, name in _ATTENTION.items())
         words.append(f"matmuls: {torch.backends.cuda.preferred_blas_library()}")
+        if torch.are_deterministic_algorithms_enabled():
+            words.append("deterministic")
         if kernel_trials.state():
             words.append(f"by Triton: {kernel_trials.state()}")
     return "; ".join(words)
 
 
-def _take_attention(outcomes: Mapping[str, TrialResult]) -> None:
+def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     """
-    Leave on what passed, but of the fused ones none that torch prefers to the fastest. `efficient` stays behind
-    `flash`, because it also takes masks, and `math` stays for what no fused one takes.
+    Leave on what passed, fastest first, and ask torch what it takes. Some builds put cuDNN first whatever they are
+    told; it is switched off where another implementation is faster.
     """
-    passed = {name: one.milliseconds or float("inf") for name, one in outcomes.items() if one.status == "passed"}
-    fused = [name for name in ("flash", "efficient", "cudnn") if name in passed]
-    fastest = min(fused, key=lambda name: passed[name], default="math")
-    on = {fastest, "math", *(["efficient"] if fastest == "flash" else [])} & passed.keys()
-    torch.backends.cuda.enable_flash_sdp("flash" in on)
-    torch.backends.cuda.enable_mem_efficient_sdp("efficient" in on)
-    torch.backends.cuda.enable_cudnn_sdp("cudnn" in on)
-    torch.backends.cuda.enable_math_sdp("math" in on)
+    order, switches = kernel_trials.attention_order(outcomes), _switches()
+    flex = any(one.name == kernel_trials.FLEX and one.status == "passed" for one in outcomes)
+    known_here = {one.implementation for one in outcomes if one.kernel == "attention"} | {"flex"}
+    kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])})
+    if kernel_trials.needs_experimental(device.vendor, outcomes):
+        os.environ.setdefault(kernel_trials.EXPERIMENTAL, "1")  # AOTriton reads it in the first call of attention
+    for name, switch in switches.items():
+        switch(name in order)
+    rest = [name for name in BACKENDS if name not in order]
+    _set_order([*order, *rest])
+    if not torch.cuda.is_available():
+        return
+    _ATTENTION.update(_choices(device))
+    if order and (preferred := _ATTENTION[ROWS]) != order[0] and preferred in kernel_trials.FUSED_ATTENTION:
+        switches[preferred](False)
+        again = _choices(device)
+        if again[ROWS] == order[0]:
+            kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])} | {preferred})
+            _ATTENTION.update(again)
+        else:
+            switches[preferred](True)
+
+
+def _switches() -> dict[str, Callable[[bool], None]]:
+    switches: Any = torch.backends.cuda
+    return {
+        "flash": switches.enable_flash_sdp,
+        "efficient": switches.enable_mem_efficient_sdp,
+        "cudnn": switches.enable_cudnn_sdp,
+        "math": switches.enable_math_sdp,
+    }
+
+
+def _set_order(names: Sequence[str]) -> None:
+    """Torch tries implementations in this order, and its default has the slowest before cuDNN's."""
+    library: Any = torch._C
+    others = [number for number in library._get_sdp_priority_order() if number not in map(_number, BACKENDS)]
+    library._set_sdp_priority_order([*map(_number, names), *others])
+
+
+def _order_now() -> list[str]:
+    library: Any = torch._C
+    names = {_number(name): name for name in BACKENDS}
+    return [names[number] for number in library._get_sdp_priority_order() if number in names]
+
+
+def _number(name: str) -> int:
+    """Torch's number of an implementation."""
+    backend: Any = BACKENDS[name]
+    return int(backend.value)
+
+
+ROWS, MASKED, FLOAT32 = "causal rows", "masked rows", "rows in float32"
+
+
+def _choices(device: Device) -> dict[str, str]:
+    """Which implementation torch takes on this device, by kind of call, as model/attention.py calls it."""
+    library: Any = torch
+    half = device.compute_dtype if device.compute_dtype != torch.float32 else torch.float16
+    names = {_number(name): name for name in BACKENDS}
+
+    def choice(dtype: torch.dtype, masked: bool) -> str:
+        shape = (1, 4, LONG_ROW, 64)
+        q, k, v = (torch.zeros(shape, device=device.torch_device, dtype=dtype, requires_grad=True) for _ in range(3))
+        bias = torch.zeros(1, 1, LONG_ROW, LONG_ROW, device=device.torch_device, dtype=dtype) if masked else None
+        number = library._fused_sdp_choice(q, k, v, bias, 0.0, not masked, scale=None, enable_gqa=False)
+        return names.get(int(number), "another")
+
+    return {ROWS: choice(half, False), MASKED: choice(half, True), FLOAT32: choice(torch.float32, False)}
+
+
+def _report_attention(device: Device) -> None:
+    """Say what attention is computed by, and warn where its memory grows with the square of the row."""
+    if not _ATTENTION:
+        return
+    flex = kernel_trials.may_attend("flex") and compiles_kernels(device.torch_device)
+    info(f"  attention: {', '.join(f'{kind} by {name}' for kind, name in _ATTENTION.items())}")
+    square = [kind for kind, name in _ATTENTION.items() if name == "math"]
+    if square and not flex:
+        what = f"{' and '.join(square)} of {LONG_ROW:,} tokens or more have no fused attention here"
+        info(f"  {what}: memory grows with the square of their length. {FIX}", style="yellow")
+
+
+FIX = "Take a shorter model.context_length, or ask `bloomery doctor` why kernels failed."
+
+
+def _take_matmuls(outcomes: Sequence[TrialResult]) -> None:
+    """
+    Leave torch's choice of a library, unless a library failed or is clearly slower: the trial multiplies other shapes
+    than a run, and torch's choice has kernels that add a bias too.
+    """
+    passed = {one.implementation: one.milliseconds for one in outcomes if one.status == "passed"}
+    failed = any(one.status == "failed" for one in outcomes)
+    times = [took for took in passed.values() if took]
+    if not passed or not (failed or (len(times) > 1 and max(times) >= WORTH_A_CHANGE * min(times))):
+        return
+    best = min(passed, key=lambda name: passed[name] or float("inf"))
+    torch.backends.cuda.preferred_blas_library("cublaslt" if best.endswith("lt") else "cublas")

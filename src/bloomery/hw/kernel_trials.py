@@ -41,6 +41,19 @@ OWN = "triton"
 """The implementation by kernels of our own, in the words of trials."""
 
 _TRUSTED: set[str] = set()
+_WITHOUT: set[str] = set()
+"""Implementations of attention that this process leaves alone."""
+
+
+def leave_attention(names: Iterable[str]) -> None:
+    """Compute attention by none of these implementations from now on, and by all others."""
+    _WITHOUT.clear()
+    _WITHOUT.update(names)
+
+
+def may_attend(name: str) -> bool:
+    """Whether attention may be computed by an implementation, on a device that was tried or where nothing is known."""
+    return name not in _WITHOUT
 
 
 def trust(kernels: Iterable[str]) -> None:
@@ -61,6 +74,12 @@ def state() -> str:
 TrialStatus = Literal["passed", "failed", "absent"]
 
 FUSED = "bloomery.model.kernels.trials"
+FLEX = "attention-flex"
+"""The trial of the attention that torch compiles for a mask: long packed sequences, windows, ALiBi."""
+FUSED_ATTENTION = ("flash", "efficient", "cudnn")
+"""Implementations of attention that keep no number for each pair of tokens."""
+EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+"""Opens AMD's fused attention on chips for which its makers call it experimental. What passes here is used."""
 NEXT_TRIAL = "next trial\n"
 """The line before the answers of each trial of a child process that has several."""
 LIMIT_SECONDS, FURTHER_LIMIT_SECONDS = 120.0, 10.0
@@ -128,8 +147,16 @@ def trials(vendor: str) -> list[KernelTrial]:
         for name in blas
     ]
     kinds = ("flash", "efficient", "math") if vendor == "amd" else ("flash", "efficient", "cudnn", "math")
-    attention = [KernelTrial(kernel="attention", implementation=kind) for kind in kinds]
-    return [launch, *products, *attention, norm, *_fused(), *last]
+    attention = [
+        KernelTrial(
+            kernel="attention",
+            implementation=kind,
+            env={EXPERIMENTAL: "1"} if vendor == "amd" and kind in FUSED_ATTENTION else {},
+        )
+        for kind in kinds
+    ]
+    flex = KernelTrial(kernel=FLEX, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
+    return [launch, *products, *attention, flex, norm, *_fused(), *last]
 
 
 def _fused() -> list[KernelTrial]:
@@ -147,7 +174,7 @@ def _fused() -> list[KernelTrial]:
 
 def command(host: Host, trial: KernelTrial) -> list[str]:
     """The line that tries it, which a person can paste too."""
-    words = [f"{name}={value}" for name, value in trial.env.items()]
+    words = [f"{name}={value}" for name, value in trial.env.items() if name != EXPERIMENTAL or name not in host.env]
     python = [host.python, "-X", "faulthandler", "-m", trial.module, trial.probe or trial.name]
     return ["env", *words, *python] if words else python
 
@@ -239,10 +266,12 @@ SWITCHES = re.compile(
     r"|BLOOMERY_NATIVE|AMD_SERIALIZE_KERNEL|GPU_MAX_HW_QUEUES|LD_LIBRARY_PATH"
 )
 """Variables of the environment that can change what a kernel computes."""
-OF_A_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|NCCL_ASYNC_ERROR_HANDLING")
+WITHOUT_EFFECT = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|(NCCL|RCCL)_\w+|\w+_CACHE_(DIR|PATH)")
+"""Of those: what says where files are, and how ranks talk. A scheduler gives each job another."""
+VISIBLE = re.compile(r"\w+_VISIBLE_DEVICES")
 NATIVE = "native"
 """The implementation by the compiled library."""
-REPLACEABLE = ("block",)
+REPLACEABLE = ("block", FLEX)
 """Kernels that only have implementations which a run can do without."""
 
 
@@ -254,19 +283,23 @@ def identity(host: Host, vendor: str) -> Mapping[str, object]:
     features = hashlib.sha256(" ".join(sorted(cpu_features(host))).encode()).hexdigest()[:8]
     nvidia = re.search(r"\d+\.\d+[.\d]*", host.read("proc/driver/nvidia/version") or "")
     amdgpu = (host.read("sys/module/amdgpu/version") or "").strip()
+    chips = [f"{gpu.maker} {gpu.target or gpu.name}".strip() for gpu in find_gpus(host)]
+
+    def counts(name: str, value: str) -> bool:
+        if not SWITCHES.fullmatch(name) or WITHOUT_EFFECT.fullmatch(name) or (name, value) == (EXPERIMENTAL, "1"):
+            return False
+        return len(set(chips)) > 1 or not VISIBLE.fullmatch(name)  # of GPUs that are alike, any may be tried
+
     return {
         "vendor": vendor,
-        "chip": [f"{gpu.maker} {gpu.target or gpu.name}".strip() for gpu in find_gpus(host)],
+        "chip": chips,
+        "trials": [trial.name for trial in trials(vendor)],
         "processor": f"{model[1] if model else host.processor} {features}",
         "driver": " ".join([host.kernel or host.system, amdgpu, nvidia[0] if nvidia else ""]).strip(),
         "torch": have.version if have else "",
         "triton": sorted(f"{one.name} {one.version}" for one in tritons),
         "native": core_native.digest(core_native.FOLDER),
-        "environment": {
-            name: value
-            for name, value in sorted(host.env.items())
-            if SWITCHES.fullmatch(name) and not OF_A_LAUNCHER.fullmatch(name)
-        },
+        "environment": {name: value for name, value in sorted(host.env.items()) if counts(name, value)},
     }
 
 
@@ -288,6 +321,7 @@ class SavedOutcome(TypedDict):
 class Saved(TypedDict):
     """What `save` leaves."""
 
+    identity: dict[str, Any]
     outcomes: list[SavedOutcome]
 
 
@@ -295,15 +329,26 @@ def save(host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
     file = outcomes_file(host, vendor)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
+        write(file, host, vendor, outcomes)
+
+
+def write(file: Path, host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
+    write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
 
 
 def load(host: Host, vendor: str) -> list[TrialResult] | None:
     """The outcomes of this machine as it is now; None where it was not tried."""
     file = outcomes_file(host, vendor)
-    if file is None or not file.is_file():
+    return None if file is None else read(file, host, vendor)
+
+
+def read(file: Path, host: Host, vendor: str) -> list[TrialResult] | None:
+    """The outcomes in a file; None where there is none, or where it is of another machine or other software."""
+    if not file.is_file():
         return None
     saved = read_record(file, Saved, fix="Remove that file, and the machine is tried again.")
+    if canonical(saved["identity"]) != canonical(identity(host, vendor)):
+        return None
     return [TrialResult(**one) for one in saved["outcomes"]]
 
 
@@ -367,6 +412,22 @@ def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:
     return best
 
 
+def attention_order(outcomes: Sequence[TrialResult]) -> list[str]:
+    """Torch's implementations of attention that passed: the fused ones, fastest first, and then the one that is not."""
+    passed = {
+        outcome.implementation: outcome.milliseconds or math.inf
+        for outcome in outcomes
+        if outcome.kernel == "attention" and outcome.status == "passed"
+    }
+    fused = [name for name in FUSED_ATTENTION if name in passed]
+    return [*sorted(fused, key=lambda name: passed[name]), *(["math"] if "math" in passed else [])]
+
+
+def needs_experimental(vendor: str, outcomes: Sequence[TrialResult]) -> bool:
+    """Whether fused attention passed on an AMD GPU, where trials ran with the switch of AOTriton."""
+    return vendor == "amd" and any(name in FUSED_ATTENTION for name in attention_order(outcomes))
+
+
 def library_fault(outcomes: Sequence[TrialResult]) -> str:
     """Why the compiled library is better left alone: a kernel of it fails, or all together are slower; else ""."""
     ours = [one for one in outcomes if one.implementation == NATIVE]
@@ -390,9 +451,12 @@ def library_fault(outcomes: Sequence[TrialResult]) -> str:
 
 def summary(outcomes: Sequence[TrialResult]) -> str:
     """What runs take, in words; compiled blocks are for those who ask for them."""
-    selected = choose(outcomes).items()
-    words = [f"{kernel} by {one.implementation}" for kernel, one in selected if one.implementation]
-    return ", ".join(word for word in words if not word.startswith(REPLACEABLE)) or "those of torch"
+    selected = choose(outcomes)
+    words = [f"{kernel} by {one.implementation}" for kernel, one in selected.items() if one.implementation]
+    words = [word for word in words if not word.startswith(REPLACEABLE)]
+    if FLEX in selected:
+        words.append("masks of long rows by flex")
+    return ", ".join(words) or "those of torch"
 
 
 def check(outcomes: Sequence[TrialResult]) -> None:

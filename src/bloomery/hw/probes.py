@@ -261,7 +261,7 @@ def losses(device: Device) -> list[float]:
     return history
 
 
-WIDTH, HEADS, BLOCK_TOKENS = 128, 2, 64
+WIDTH, HEADS, BLOCK_TOKENS = 512, 8, 256
 
 
 def compiled() -> None:
@@ -430,9 +430,13 @@ def rms_norm() -> None:
     tell_time(device, work)
 
 
+NORM_ROWS = {"cpu": 4096}
+
+
 def norm_inputs(device: Device) -> tuple[Tensor, Tensor]:
-    """What a norm is timed on."""
-    rows, scale = torch.randn(4096, 1024, device=device.torch_device), torch.ones(1024, device=device.torch_device)
+    """What a norm is timed on: on a GPU as many rows as a micro-batch has tokens."""
+    count = NORM_ROWS.get(device.torch_device.type, 2**15)
+    rows, scale = (one.to(device.torch_device) for one in (torch.randn(count, 1024), torch.ones(1024)))
     return rows.requires_grad_(), scale.requires_grad_()
 
 

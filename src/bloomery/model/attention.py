@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials
 from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.kernels.cpu import causal_attention
@@ -27,12 +28,18 @@ from bloomery.model.rope import Rotation, rotate
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention
 
 CHUNK_QUERIES = 128
 """On CPUs. A chunk is multiplied only with keys that it may attend to, so half of a long causal square is skipped."""
 FLEX_TOKENS = 1024
 """From this length on, a kernel made for the mask is worth its compilation."""
+FLEX_BLOCK = 128
+"""Queries, and keys, of a block that this kernel computes or skips as a whole."""
+NARROWEST_FLEX_HEAD = 16
+WIDEST_HEAD = {"flash": 256, "cudnn": 128}
+"""Of torch's implementations that read grouped key heads as they are."""
+HALF = (torch.float16, torch.bfloat16)
 
 Queries = Float[Tensor, "B H T E"]
 Keys = Float[Tensor, "B K S E"]
@@ -57,31 +64,81 @@ def softmax_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> At
 
 
 def sdpa_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
-    """PyTorch's, which has kernels of its own for a plainly causal square and takes a mask for everything else."""
+    """
+    PyTorch's, which has kernels of its own for a plainly causal square and takes a mask for everything else.
+
+    On GPUs its memory-efficient kernel is the only one that takes a mask everywhere, and it takes no grouped heads. So
+    there each key head is repeated for its queries, and the mask is a bias in the number format of the queries.
+    """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if mask.is_causal and mask.num_queries in (1, mask.num_keys):
+    plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
+    if devices.is_gpu(q.device) and not (plain and _takes_groups(q.dtype, q.shape[3], v.shape[3])):
+        k, v = _ungrouped(q, k, v)
+    if plain:
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.num_queries > 1, enable_gqa=True)
-    visible = mask.mask()[:, None]
-    if mask.slopes is not None:
-        bias = -mask.slopes.to(q.dtype)[:, None, None] * mask.distance(q.dtype)
-        visible = bias.masked_fill(~visible, -torch.inf)
+    visible = _full_bias(mask, q.dtype) if devices.is_gpu(q.device) or mask.slopes is not None else mask.mask()[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+def _ungrouped(q: Queries, k: Keys, v: Values) -> tuple[Float[Tensor, "B H S E"], Float[Tensor, "B H S F"]]:
+    """Each key and value head once for each of its query heads."""
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+
+
+def _full_bias(mask: AttentionMask, dtype: torch.dtype) -> Float[Tensor, "b h T S"]:
+    """The mask and ALiBi as one bias, made once: layers share it."""
+    slopes = mask.slopes
+    if slopes is None:
+        return mask.bias(dtype)
+
+    def falling() -> Tensor:
+        bias = -slopes.to(dtype)[:, None, None] * mask.distance(dtype)
+        return bias.masked_fill(~mask.mask()[:, None], -torch.inf)
+
+    return mask.cached(("falling", dtype), falling)
 
 
 def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
     """
     The fastest attention for this device: on CPUs, compiled operations or plain matmuls; on GPUs, the causal kernel.
-    Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory.
+    Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory. So have
+    long rows that no causal kernel takes, whose attention weights PyTorch would write out.
     """
-    if q.device.type == "cpu" and not cpu.ELSEWHERE.get():
+    if q.device.type == "cpu" and (torch.compiler.is_compiling() or not cpu.ELSEWHERE.get()):
         if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)
         return processor_attention(q, k, v, mask)
-    plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
-    long = mask.allowed is None and mask.num_queries == mask.num_keys >= FLEX_TOKENS
-    if long and not plain and _has_flex_kernel(q, k, v):
-        return flexible_attention(q, k, v, mask, _compiled_flex())
+    if _takes_flex(mask, q.device, q.dtype, q.shape[3], v.shape[3]):
+        return flexible_attention(q, k, v, mask, compiled_flex())
     return sdpa_attention(q, k, v, mask)
+
+
+def _takes_flex(
+    mask: AttentionMask, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int
+) -> bool:
+    """Whether the kernel that is compiled for a mask computes this."""
+    if mask.allowed is not None or not mask.num_queries == mask.num_keys >= FLEX_TOKENS:
+        return False
+    if mask.is_causal and _takes_rows(dtype, head_width, value_width):
+        return False
+    passed = kernel_trials.may_attend("flex") and devices.compiles_kernels(device)
+    return passed and min(head_width, value_width) >= NARROWEST_FLEX_HEAD
+
+
+def _takes_groups(dtype: torch.dtype, head_width: int, value_width: int) -> bool:
+    """Whether a kernel of torch's that passed its trial takes causal rows whose query heads share key heads."""
+    return (
+        dtype in HALF
+        and head_width == value_width
+        and any(kernel_trials.may_attend(name) and head_width <= most for name, most in WIDEST_HEAD.items())
+    )
+
+
+def _takes_rows(dtype: torch.dtype, head_width: int, value_width: int) -> bool:
+    """The same of causal rows whose key heads may be repeated. Values wider than keys are left out: not all GPUs do."""
+    efficient = head_width == value_width and kernel_trials.may_attend("efficient")
+    return efficient or _takes_groups(dtype, head_width, value_width)
 
 
 def processor_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
@@ -182,7 +239,7 @@ def flexible_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask, flex
 
 
 def _blocks(mask: AttentionMask) -> BlockMask:
-    """Which blocks of the T × S square have something to see."""
+    """Which blocks of the T × S square have something to see, and which see all of it."""
     segments, offset, window = mask.segments, mask.offset, mask.window
     limits: list[Callable[..., Tensor]] = [lambda b, h, t, s: s <= t + offset]
     if window is not None:
@@ -190,18 +247,68 @@ def _blocks(mask: AttentionMask) -> BlockMask:
     if segments is not None:
         limits.append(lambda b, h, t, s: segments[b, t + offset] == segments[b, s])
     sees = and_masks(*limits)
-    B, T, S = None if segments is None else len(segments), mask.num_queries, mask.num_keys
-    return mask.cached("blocks", lambda: create_block_mask(sees, B, None, T, S, device=mask.device))
+
+    def build() -> BlockMask:
+        some, full = _seen_blocks(mask)
+        listed = (*_listed(some & ~full), *_listed(full))
+        sizes = (mask.num_queries, mask.num_keys)
+        return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=sizes)
+
+    return mask.cached("blocks", build)
 
 
-def _has_flex_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    group = q.shape[1] // k.shape[1]
-    sizes = (q.shape[3], v.shape[3], group)
-    return devices.compiles_kernels(q.device) and all(n & (n - 1) == 0 for n in sizes) and q.shape[3] >= 16
+def _seen_blocks(mask: AttentionMask) -> tuple[Bool[Tensor, "b t s"], Bool[Tensor, "b t s"]]:
+    """
+    For each block of queries and of keys: whether some query may see some key, and whether all see all. Letters: t
+    and s blocks of 128 queries and keys.
+
+    It follows from the first and last position of a block, and from its lowest and highest segment, so that no T × S
+    mask is made, and the device is not asked. Where the segments of a row do not rise, it may say "some" for a block
+    with nothing to see; the kernel masks each number of such a block.
+    """
+    T, S, size = mask.num_queries, mask.num_keys, FLEX_BLOCK
+    first, last = (one + mask.offset for one in _bounds(T, mask.device))
+    first_key, last_key = _bounds(S, mask.device)
+    some = (first_key[None] <= last[:, None])[None]
+    full = (last_key[None] <= first[:, None])[None]
+    if mask.window is not None:
+        some = some & (last_key[None] > first[:, None] - mask.window)
+        full = full & (first_key[None] > last[:, None] - mask.window)
+    if mask.segments is not None:
+        low, high = _segment_bounds(mask.segments, size)
+        low_query, high_query = _segment_bounds(mask.segments[:, mask.offset :], size)
+        some = some & (low_query[:, :, None] <= high[:, None]) & (low[:, None] <= high_query[:, :, None])
+        alike = (low_query == high_query)[:, :, None] & (low == high)[:, None] & (low_query[:, :, None] == low[:, None])
+        full = full & alike
+    whole = (torch.arange(-(-T // size), device=mask.device) < T // size)[:, None]
+    return some, full & whole & (torch.arange(-(-S // size), device=mask.device) < S // size)
+
+
+def _bounds(length: int, device: torch.device) -> tuple[Int[Tensor, " s"], Int[Tensor, " s"]]:
+    """The first and the last position of each block."""
+    first = torch.arange(0, length, FLEX_BLOCK, device=device)
+    return first, (first + FLEX_BLOCK - 1).clamp_max(length - 1)
+
+
+def _segment_bounds(segments: Int[Tensor, "B S"], size: int) -> tuple[Int[Tensor, "B s"], Int[Tensor, "B s"]]:
+    """The lowest and the highest segment of each block."""
+    rest = -segments.shape[1] % size
+    if rest:
+        segments = torch.cat([segments, segments[:, -1:].expand(-1, rest)], 1)
+    blocks = segments.unflatten(1, (-1, size))
+    return blocks.amin(2), blocks.amax(2)
+
+
+def _listed(blocks: Bool[Tensor, "b t s"]) -> tuple[Int[Tensor, "b 1 t"], Int[Tensor, "b 1 t s"]]:
+    """How many blocks of keys are set for each block of queries, and their numbers, before those that are not."""
+    counts = blocks.sum(2, dtype=torch.int32)
+    numbers = torch.argsort(blocks.int(), dim=2, descending=True, stable=True).int()
+    return counts[:, None], numbers[:, None]
 
 
 @cache
-def _compiled_flex() -> Any:
+def compiled_flex() -> Any:
+    """The kernel that torch compiles for a mask."""
     return torch.compile(flex_attention)
 
 
@@ -283,6 +390,24 @@ class Attention(nn.Module):
         merged: Tensor = self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return merged
 
+    @property
+    def value_width(self) -> int:
+        """Numbers of a value head as attention sees it."""
+        return self.head_dim
+
+    def prepare(self, mask: AttentionMask, x: Float[Tensor, "B T D"]) -> None:
+        """Make what `forward` will need of the mask: inside of compiled code it could not be kept for other layers."""
+        dtype, (T, S) = computed_in(x), (mask.num_queries, mask.num_keys)
+        if x.device.type == "cpu":
+            if not mask.is_windowed and T < 2 * CHUNK_QUERIES:
+                mask.bias(dtype)
+                if mask.slopes is not None:
+                    mask.distance(dtype)
+        elif _takes_flex(mask, x.device, dtype, self.head_dim, self.value_width):
+            _blocks(mask)
+        elif devices.is_gpu(x.device) and not (mask.is_causal and T in (1, S)):
+            _full_bias(mask, dtype)
+
     def attend(
         self,
         q: Float[Tensor, "B H T E"],
@@ -292,6 +417,12 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B N T F"]:
         """What each head, or pair of heads, found: N·F = H·E numbers a token."""
         return fused_attention(q, k, v, mask)
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype of a matmul of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, rope: Rotation | None) -> Float[Tensor, "B N T E"]:
@@ -318,13 +449,23 @@ class DifferentialAttention(Attention):
     that read them.
     """
 
+    lambda_start: Tensor
+    pair_scale: Tensor
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.lambda_start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        # Tensors, because code is compiled again for each other number; on the CPU, also while weights have none.
+        self.register_buffer("lambda_start", torch.tensor(start, device="cpu"), persistent=False)
+        self.register_buffer("pair_scale", torch.tensor(1.0 - start, device="cpu"), persistent=False)
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(torch.zeros(self.head_dim)) for _ in range(4)
         )
         self.pair_norm = rms_norm(config, 2 * self.head_dim)
+
+    @property
+    def value_width(self) -> int:
+        return 2 * self.head_dim
 
     def attend(
         self,
@@ -339,7 +480,7 @@ class DifferentialAttention(Attention):
             2
         )  # (B, K/2, H/K, T, 2E) each
         pairs = (first - self._lambda() * second).flatten(1, 2)  # (B, H/2, T, 2E)
-        normed: Tensor = self.pair_norm(pairs) * (1.0 - self.lambda_start)
+        normed: Tensor = self.pair_norm(pairs) * self.pair_scale
         return normed
 
     def _lambda(self) -> Float[Tensor, ""]:

@@ -198,6 +198,7 @@ class NF4(QuantizedLinear):
 
     scales: Tensor
     coarse: Tensor | None
+    pairs: Float[Tensor, "256 2"]
 
     def __init__(self, linear: nn.Linear, double: bool = False) -> None:
         super().__init__(linear)
@@ -216,6 +217,8 @@ class NF4(QuantizedLinear):
             codes = torch.bucketize(self._blocks(rows) / some[..., None], middles, out_int32=True).to(torch.uint8)
             packed.append((codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
         self.register_buffer("weight", torch.cat(packed))
+        # All layers have the same tensor. Compiled code reads a buffer, and would make another table in each call.
+        self.register_buffer("pairs", _pairs(weight.device), persistent=False)
 
     @property
     def _rows_at_once(self) -> int:
@@ -226,7 +229,7 @@ class NF4(QuantizedLinear):
         return F.pad(rows.float(), (0, -self.width % BLOCK)).view(len(rows), -1, BLOCK)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        values = F.embedding(self.weight.int(), _pairs(self.weight.device)).view(self.num_rows, -1, BLOCK)
+        values = F.embedding(self.weight.int(), self.pairs).view(self.num_rows, -1, BLOCK)
         return (values * self._scales()[..., None]).flatten(1)[:, : self.width].to(dtype)
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -289,4 +292,4 @@ def kept_bytes(module: nn.Module) -> int:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return list(module.state_dict(keep_vars=True).values())  # without the table that all layers share

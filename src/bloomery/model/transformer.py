@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
-from bloomery.model.attention import Cache, attention
+from bloomery.model.attention import Cache, attention, computed_in
 from bloomery.model.config import AttentionKind, ModelConfig, Window
 from bloomery.model.layers import NormalizedHead, build_mlp, norm
 from bloomery.model.mask import AttentionMask, Mask
@@ -189,7 +189,7 @@ class Transformer(nn.Module):
                 masks[window, kind] = self._attention_mask(kind, window, ids, before, segments, mask)
             local = config.rope_local_theta is not None and window != "full"
             if config.rotates(number) and local not in ropes:
-                ropes[local] = rotation(positions, config, _computed_in(x), local=local)
+                ropes[local] = rotation(positions, config, computed_in(x), local=local)
             x = block(x, ropes[local] if config.rotates(number) else None, masks[window, kind], cache)
         normed: Tensor = self.norm(x)
         return normed
@@ -220,9 +220,3 @@ class Transformer(nn.Module):
             return torch.tensor(alibi_slopes(heads), device=device)
         slopes = torch.tensor(alibi_slopes(heads // 2), device=device).view(pairs, 1, -1)
         return slopes.expand(-1, 2, -1).flatten()
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype of a matmul of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

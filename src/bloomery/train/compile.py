@@ -7,11 +7,15 @@ gradient norm must agree with those of the plain blocks. Without agreement, afte
 time, the plain blocks are used, and the reason is printed.
 
 The compiler makes another program for each shape. Shapes that the first step has not tried run on the plain blocks.
+What blocks share, such as a mask, is made before the first block. Compiled code could not keep it for the next.
+torch may also give up without an error, and call the plain code. So the graphs that it made are counted.
 """
 
+import importlib
 import math
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,10 +36,12 @@ from bloomery.core.log import info
 from bloomery.core.records import read_record
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
+from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
+from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
@@ -58,6 +64,8 @@ ELSEWHERE = "it is not on another rank"
 
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
+PROGRAMS = 64
+"""That the compiler may make of a block: blocks share code, and differ by kind and by the shape of their input."""
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
@@ -78,6 +86,16 @@ RowCount = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
 class SavedVerdict(TypedDict):
     compiled: bool
     why: str
+
+
+def settled(config: Training, device: Device, early: bool = True) -> Training:
+    """
+    The settings for a device: `auto` compiles for GPUs alone, as on a CPU it takes minutes, and small models lose. It
+    also needs samples for a trial before the first step, which are not `early` where the model samples them itself.
+    """
+    if config.compile != "auto" or (early and devices.is_gpu(device.torch_device)):
+        return config
+    return config.model_copy(update={"compile": "off"})
 
 
 def prepare(
@@ -113,7 +131,8 @@ def decide(
     mode: CompileMode = "on" if known is not None else config.compile
     trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
-    verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
+    with world.alike():
+        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -208,41 +227,107 @@ def compile_blocks(
     """
     if mode == "off":
         return Verdict(False, "not asked for")
-    plain: list[tuple[float, float]] | None = None
+    sharded, plain = fsdp.is_sharded(model), None
     try:
         before = _seconds(trials) if mode == "auto" else 0.0
         plain = [trial() for trial in trials]
     except RuntimeError as error:
-        if not devices.is_out_of_memory(error):
+        if sharded or not devices.is_out_of_memory(error):
             raise
     if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
         model.zero_grad(set_to_none=True)
         devices.give_back_memory()
         return Verdict(False, "memory runs out in a pass of the plain blocks")
-    kinds = _Kinds()
+    kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]
     for block in model.blocks:
-        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds)
+        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds, block.attention.prepare)
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):
             compiled = [trial() for trial in trials]
         problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, compiled)), "")
-    except FAILURES as error:
-        problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        problem = problem or (graphs.problem() if graphs else "")
+    except _failures() as error:
+        if sharded:  # it may be in the midst of an exchange, from which no rank finds back
+            raise RunError(f"compiled blocks failed: {_first_line(error)}", hint='Say compile="off".') from error
+        problem = f"it failed with {type(error).__name__}: {_first_line(error)}"
+    finally:
+        if graphs:
+            graphs.end()
     took = time.monotonic() - began
     kinds.tried = True
     if not problem and mode == "auto" and (after := _seconds(trials)) > GAIN * before:
         problem = f"a pass takes {after:.3f} s, and {before:.3f} s without it"
     if not problem:
         gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if mode == "auto" else ""
-        return Verdict(True, f"loss and gradient norm agree with the plain blocks; compiled in {took:.0f} s{gain}")
+        how = f"{graphs} " if graphs else ""
+        return Verdict(True, f"loss and gradient norm agree with the plain blocks; {how}compiled in {took:.0f} s{gain}")
     model.zero_grad(set_to_none=True)
     for block, original in zip(model.blocks, originals, strict=True):
         del block.__dict__["forward"]
         if original is not None:
             block.__dict__["forward"] = original
     return Verdict(False, problem)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What compilers raise. torch's limit of programs is an error of its own kind."""
+    exceptions: Any = sys.modules.get("torch._dynamo.exc")
+    return FAILURES if exceptions is None else (*FAILURES, exceptions.FailOnRecompileLimitHit)
+
+
+def _by_torch(compiler: Callable[..., Any]) -> bool:
+    return isinstance(compiler, partial) and compiler.func is torch.compile
+
+
+@dataclass
+class Graphs:
+    """What torch's compiler made since `begin`: a graph is code that was compiled in one piece."""
+
+    count: int
+    breaks: int
+    """Places where it left compiled code, and called the plain."""
+
+    @classmethod
+    def begin(cls) -> "Graphs":
+        """
+        Forget what was compiled before, and let the compiler make as many programs as blocks need. One more is an
+        error, where torch would only warn.
+        """
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        dynamo.reset()
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, PROGRAMS)
+        dynamo.config.fail_on_recompile_limit_hit = True
+        return cls(*_graph_counts())
+
+    def end(self) -> None:
+        """Let torch call plain code again, where it has compiled enough: training is not to end for it."""
+        dynamo: Any = importlib.import_module("torch._dynamo")
+        dynamo.config.fail_on_recompile_limit_hit = False
+
+    @property
+    def since(self) -> "Graphs":
+        count, breaks = _graph_counts()
+        return Graphs(count - self.count, breaks - self.breaks)
+
+    def problem(self) -> str:
+        since = self.since
+        return "" if since.count else f"torch compiled none of it ({since.breaks} graph breaks)"
+
+    def __str__(self) -> str:
+        since = self.since
+        broken = f" with {since.breaks} graph breaks" if since.breaks else ""
+        return f"{since.count} graph{'' if since.count == 1 else 's'}{broken}"
+
+
+def _graph_counts() -> tuple[int, int]:
+    counters: Any = importlib.import_module("torch._dynamo.utils").counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @dataclass
@@ -267,11 +352,19 @@ class _Kinds:
 class _Compiled:
     """A block's forward pass, compiled where gradients are wanted, for the kinds of inputs that were tried."""
 
-    def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any], kinds: _Kinds) -> None:
-        self.plain, self._fast, self._kinds = plain, compiler(plain), kinds
+    def __init__(
+        self,
+        plain: Callable[..., Tensor],
+        compiler: Callable[..., Any],
+        kinds: _Kinds,
+        prepare: Callable[[AttentionMask, Tensor], None],
+    ) -> None:
+        self.plain, self._fast, self._kinds, self._prepare = plain, compiler(plain), kinds, prepare
 
     def __call__(self, x: Tensor, rope: Any, mask: AttentionMask, cache: Any) -> Tensor:
         fast = torch.is_grad_enabled() and self._kinds.takes(x, mask, cache)
+        if fast:
+            self._prepare(mask, x)
         output: Tensor = (self._fast if fast else self.plain)(x, rope, mask, cache)
         return output
 

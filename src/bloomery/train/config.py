@@ -268,13 +268,21 @@ class Training(Config):
     Format of matrices that are trained, and of their gradients and checkpoints. `bfloat16` halves them, computes in
     bfloat16 and rounds updates stochastically. Vectors and the optimizer stay in float32.
     """
+    deterministic: bool = Field(False, json_schema_extra=VOLATILE)
+    """
+    Whether GPUs compute the same bits each time, which is slower: attention and sums otherwise add in any order. CPUs
+    always do. An operation that cannot is an error. The choice of kernels is kept in the run.
+    """
     activation_checkpointing: Level | Literal["auto"] = Field("none", json_schema_extra=VOLATILE)
     """
     What the backward pass computes again to save memory: nothing, whole blocks, or all but matmuls. `auto`: nothing,
     unless a micro-batch does not fit; then as little as needed.
     """
-    compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
-    """Whether blocks go through torch.compile. The plain blocks are used if a first step does not agree with theirs."""
+    compile: Literal["off", "auto", "on"] = Field("auto", json_schema_extra=VOLATILE)
+    """
+    Whether blocks go through torch.compile. The plain blocks are used if a first step does not agree with theirs.
+    `auto`: on GPUs, if it makes a step faster.
+    """
     micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
     """Tokens that go through the model at once. `auto`: as many as fit into memory and make it faster."""
     dry_run: bool = Field(True, json_schema_extra=VOLATILE)
@@ -325,6 +333,11 @@ class Training(Config):
     """Prompts of the samples: beginnings of texts when pretraining, messages of a user when finetuning."""
     sample_tokens: Context = Field(48, json_schema_extra=VOLATILE)
     """Maximum length of a sample."""
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether ranks may hold parts of the model."""
+        return True
 
     @property
     def compute_dtype(self) -> Literal["auto", "bfloat16", "float16", "float32"]:

@@ -223,6 +223,10 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     codes = [process.poll() for process in processes]
     if codes[0] == TERMINATED:  # the first has saved; the others stopped with it, or lost it while they waited for it
         raise Terminated(stop.code)
+    if (stuck := _stuck(codes)) and not stop.asked:
+        names = " and ".join(f"rank {rank} (process {processes[rank].pid})" for rank in stuck)
+        what = f"{names} stopped answering, and the other ranks gave up on it after {distributed.GPU_SILENCE}"
+        raise RunError(what, hint="Look at its GPU: `bloomery doctor`, and the kernel's log. Then run it again.")
     failures = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
     if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
         failures = [
@@ -234,6 +238,16 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
         raise min(failures, key=lambda failure: (isinstance(failure[0], RankLostError), failure[1]))[0]
     stop.check()
+
+
+def _stuck(codes: Sequence[int | None]) -> list[int]:
+    """
+    Ranks that still run where all others were aborted: the library for GPUs ends a process that has waited too long
+    for another, and says nothing to Python.
+    """
+    ended = [code for code in codes if code is not None]
+    gave_up = bool(ended) and all(code == -signal.SIGABRT for code in ended)
+    return [rank for rank, code in enumerate(codes) if code is None] if gave_up else []
 
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: StopRequest, patience: Callable[[], bool]) -> None:

@@ -8,8 +8,10 @@ float32.
 """
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from bloomery.core.log import info
@@ -21,6 +23,8 @@ from bloomery.train.config import Training
 import torch
 from torch import Tensor, nn
 
+KERNELS = "kernels.json"
+"""Of a deterministic run: what trials of this machine found when it began."""
 SMALLEST, TRIES = 1.0, 3
 """Scale; and what is tried of a step before it."""
 
@@ -116,13 +120,21 @@ class Precision:
         return cls(replace(device, compute_dtype=dtype), dtype, why, Scaler() if dtype == torch.float16 else None)
 
     @classmethod
-    def of_run(cls, config: Training) -> "Precision":
-        """The device and the format that a section of a recipe asks for; they are printed."""
+    def of_run(cls, config: Training, out: Path) -> "Precision":
+        """
+        The device and the format that a section of a recipe asks for; they are printed. A deterministic run keeps its
+        choice of kernels in the folder `out`.
+        """
         devices.return_freed_memory()  # what earlier stages of this process left
-        device = devices.find(config.device)
-        kernel_selection.select_kernels(device)
+        device = devices.find(config.device, open=False)
+        be_deterministic(config.deterministic)  # before the GPU is opened: its library reads the environment then
+        # Not opened yet: trials of kernels are other processes, and some drivers let in one at a time.
+        kernel_selection.select_kernels(device, keep=out / KERNELS if config.deterministic else None)
+        device.open()
         precision = cls.decide(config.compute_dtype, device)
         info(f"  computes in {precision.why}")
+        if config.deterministic:
+            info("  deterministic: another run of this recipe here, with this software, is the same bit for bit")
         return precision
 
     def for_trial(self) -> "Precision":
@@ -177,6 +189,17 @@ class Precision:
         """Take up what `state` gave. A run that had no scaler starts a new one."""
         if self.scaler is not None and saved:
             self.scaler.scale, self.scaler.good_steps = float(saved["scale"]), int(saved["good_steps"])
+
+
+def be_deterministic(deterministic: bool) -> None:
+    """
+    Have torch take algorithms that give the same bits each time, or whatever is fastest. torch raises RuntimeError for
+    an operation that has none. Matmuls of NVIDIA also need a workspace of fixed size.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 REASONS = {

@@ -212,10 +212,11 @@ class TrainingRun:
         """
         with fsdp.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
             doing("choosing kernels and number format")
-            precision = Precision.of_run(self.config)
+            precision = Precision.of_run(self.config, self._desk)
             device = precision.device
             distributed.check_devices(self.world, device.torch_device)
             is_open = self.config.activation_checkpointing == "auto"
+            self.config = compile.settled(self.config, device, self.early)
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there

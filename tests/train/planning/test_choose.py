@@ -161,7 +161,7 @@ SEVEN = ModelConfig(preset="baichuan2-7b", context_length=512)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": {"kind": "adamw8bit"}}, {"compile": "on"}, {"lora": {"base_dtype": "bfloat16", "rank": 8}}],
+    [{"optimizer": {"kind": "adamw8bit"}}, {"lora": {"base_dtype": "bfloat16", "rank": 8}}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:

@@ -12,11 +12,18 @@ from typing import Any
 from bloomery.hw import kernel_trials, specs
 from bloomery.hw.doctor.finding import GIB, Finding, MachineFacts
 from bloomery.hw.doctor.software import reinstall
-from bloomery.hw.kernel_trials import KernelTrial, TrialResult, attempt, command, ending, merged, trials
+from bloomery.hw.kernel_trials import (
+    EXPERIMENTAL,
+    FUSED_ATTENTION,
+    KernelTrial,
+    TrialResult,
+    command,
+    ending,
+    merged,
+    trials,
+)
 
-EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 PREFER_LT = "TORCH_BLAS_PREFER_HIPBLASLT"
-FUSED = ("flash", "efficient", "cudnn")
 WORTH_A_WORD = 1.25
 """A switch is reported where it makes matmuls at least this many times as fast."""
 FAR_BELOW = 0.5
@@ -56,11 +63,12 @@ def kernels(facts: MachineFacts) -> Iterator[Finding]:
                 yield _finding(facts, outcome, outcomes)
         kernel_trials.save(facts.host, vendor(facts), outcomes)
         yield from (_finding(facts, outcome, outcomes) for outcome in outcomes if outcome.status == "failed")
-    switched = _switched(facts)
-    yield from _quadratic(facts, outcomes, switched)
-    yield from _attention_switch(outcomes, switched)
+    yield from _quadratic(facts, outcomes)
+    yield from _attention_switch(facts, outcomes)
     again = " (tried before; `bloomery doctor --retry` tries again)" if saved else ""
-    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}{again}")
+    order = kernel_trials.attention_order(outcomes) if vendor(facts) in ("amd", "nvidia") else []
+    then = f"; attention in this order: {', '.join(order)}" if len(order) > 1 else ""
+    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}{then}{again}")
 
 
 def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
@@ -78,43 +86,31 @@ def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[Trial
     return Finding(id=outcome.name, status="fail", value=outcome.why, hint=hint)
 
 
-def _switched(facts: MachineFacts) -> TrialResult | None:
-    """Fused attention on AMD with the kernels of AOTriton that are off for some chips, unless they are on already."""
-    if vendor(facts) != "amd" or EXPERIMENTAL in facts.host.env:
-        return None
-    return attempt(facts.host, KernelTrial(kernel="attention", implementation="flash", env={EXPERIMENTAL: "1"}))
-
-
 def _fused(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
-    return [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED]
+    return [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED_ATTENTION]
 
 
-def _attention_switch(outcomes: Sequence[TrialResult], switched: TrialResult | None) -> Iterator[Finding]:
-    """How long fused attention takes with the switch and without it."""
-    if switched is None:
+def _attention_switch(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> Iterator[Finding]:
+    """Whether fused attention on AMD passed with the kernels of AOTriton that are off for some chips."""
+    if vendor(facts) != "amd":
         return
-    right = [one for one in _fused(outcomes) if one.status == "passed"]
-    least = min((one.milliseconds for one in right if one.milliseconds is not None), default=None)
-    before = "fails" if least is None else f"takes {least:.2f} ms"
-    if switched.status != "passed" or switched.milliseconds is None:
-        value = f"fused attention {before} as it is; with {EXPERIMENTAL} it fails: {switched.why}"
-        yield Finding(id="aotriton", status="ok", value=value)
-        return
-    faster = least is None or least > WORTH_A_WORD * switched.milliseconds
-    value = f"fused attention {before} as it is, {switched.milliseconds:.2f} ms with {EXPERIMENTAL}"
-    hint = f"export {EXPERIMENTAL}=1" if faster else ""
-    yield Finding(id="aotriton", status="warn" if faster else "ok", value=value, hint=hint)
+    by_user, passed = facts.host.env.get(EXPERIMENTAL), kernel_trials.needs_experimental("amd", outcomes)
+    closed = by_user is not None and by_user != "1"
+    value = f"fused attention {'passed' if passed else 'did not pass'} with {EXPERIMENTAL}={by_user or 1}"
+    if passed and by_user is None:
+        value += ", which runs set"
+    warn = closed and not passed
+    hint = f"unset {EXPERIMENTAL}   # runs set it themselves, and take what passes" if warn else ""
+    yield Finding(id="aotriton", status="warn" if warn else "ok", value=value, hint=hint)
 
 
-def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult], switched: TrialResult | None) -> Iterator[Finding]:
+def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> Iterator[Finding]:
     """Without fused attention a GPU keeps a number for each pair of tokens, for each head of each layer."""
-    fused = _fused(outcomes)
+    fused = [*_fused(outcomes), *(one for one in outcomes if one.name == kernel_trials.FLEX)]
     if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
         return
     value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
     hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short one"
-    if switched is not None and switched.status == "passed":
-        value, hint = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
     yield Finding(id="attention", status="warn", value=value, hint=hint)
 
 

@@ -18,9 +18,11 @@ from bloomery.hw import kernel_trials, probes
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
+from bloomery.model.attention import compiled_flex, flexible_attention, softmax_attention
 from bloomery.model.kernels import cpu, reference, triton
 from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import RMSNorm
+from bloomery.model.mask import AttentionMask
 from bloomery.model.quantize import NF4, numbers
 from bloomery.model.rope import rotate
 
@@ -102,11 +104,13 @@ def main_cpu(name: str) -> None:
 
 EPS = 1e-6
 LONG = {"cpu": 4}
-"""Rows of what is timed where Triton interprets its kernels; 4096 on the GPUs that they are for."""
+"""Rows of what is timed where Triton interprets its kernels."""
+ROWS, PRODUCT_ROWS = 2**15, 2**12
+"""On the GPUs that they are for: as many as a micro-batch has tokens, and fewer where a row is a whole matmul."""
 
 
-def _long(device: Device) -> int:
-    return LONG.get(device.torch_device.type, 4096)
+def _long(device: Device, rows: int = ROWS) -> int:
+    return LONG.get(device.torch_device.type, rows)
 
 
 def triton_rms_norm(device: Device) -> None:
@@ -144,7 +148,7 @@ def triton_cross_entropy(device: Device, lost: Losing) -> None:
     losses, grads = lost(*_on(device, logits.clone(), targets))
     compare("loss", losses, z - reached)
     compare("loss, gradient of s", grads, exact_grads)
-    many = torch.randn(_long(device) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
+    many = torch.randn(_long(device, PRODUCT_ROWS) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
     places = torch.arange(len(many), device=device.torch_device)
     tell_time(device, lambda: lost(many, places))
 
@@ -225,12 +229,50 @@ def nf4(device: Device, multiplied: Multiplying) -> None:
         compare(f"{words}, gradient of x", multiplied(matrix, back, True), grad.double() @ dense.double())
     width = 2048 if _long(device) > 16 else 64
     matrix = NF4(nn.Linear(width, width)).to(device.torch_device)
-    many = torch.randn(_long(device), width, device=device.torch_device).to(dtype)
+    many = torch.randn(_long(device, PRODUCT_ROWS), width, device=device.torch_device).to(dtype)
     tell_time(device, lambda: (multiplied(matrix, many, False), multiplied(matrix, many, True)))
 
 
 def _on(device: Device, *tensors: Tensor) -> list[Tensor]:
     return [one.to(device.torch_device) for one in tensors]
+
+
+FLEX_SHAPES = ((5, 1, 64), (2, 2, 128))
+"""Query heads, key heads and width: a group that is no power of two, and the other common width."""
+DOCUMENT_TOKENS = 90
+
+
+def flex_attention(device: Device) -> None:
+    """Attention over several documents in a row, by the kernel that torch compiles for the mask."""
+    if not devices.compiles_kernels(device.torch_device):
+        say(absent="Triton is not installed")
+        return
+    for heads, kv_heads, width in FLEX_SHAPES:
+        q, grad = (torch.randn(1, heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
+        k, v = (torch.randn(1, kv_heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
+        case = f"{heads} heads of {width}, {kv_heads} of keys"
+        here, there = _documents(TOKENS, torch.device("cpu")), _documents(TOKENS, device.torch_device)
+
+        def work(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = there) -> Tensor:
+            return flexible_attention(q, k, v, mask, compiled_flex())
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = here) -> Tensor:
+            return softmax_attention(q, k, v, mask)
+
+        probes.forward_and_back(device, case, work, formula, (q, k, v), grad)
+    tokens = 2048
+    shape = (1, 8, tokens, 64)
+    many = [torch.randn(shape, device=device.torch_device).to(device.compute_dtype).requires_grad_() for _ in range(3)]
+    mask = _documents(tokens, device.torch_device)
+    tell_time(
+        device,
+        lambda: torch.autograd.grad(flexible_attention(*many, mask, compiled_flex()).sum(), many),
+    )
+
+
+def _documents(tokens: int, device: torch.device) -> AttentionMask:
+    segments = (torch.arange(tokens, device=device) // DOCUMENT_TOKENS)[None]
+    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=segments)
 
 
 TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
@@ -243,6 +285,7 @@ TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
     "rotary-torch": lambda device: rotary(device, _torchs, False),
     "rotary-norm-torch": lambda device: rotary(device, _torchs, True),
     "nf4-torch": lambda device: nf4(device, _dense),
+    kernel_trials.FLEX: flex_attention,
 }
 
 

@@ -82,7 +82,7 @@ def recorded() -> Iterator[list[Launch]]:
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_ROW = 8192
 """Numbers of a row that one program holds in registers: 32 for each of 256 threads. 16384 spill on RDNA."""
-PARTS = 256
+PARTS = 512
 """Programs that share the rows when gradients of weights are summed: a fixed number, for sums in a fixed order."""
 TILE_VALUES = 4096
 """Numbers of several heads that one program rotates at once."""

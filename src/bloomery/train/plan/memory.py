@@ -69,12 +69,12 @@ def remarks(config: Training, context: int) -> list[str]:
     return messages
 
 
-COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"
 SCALES_WHOLE = "its scales are of blocks, which parts of weights would cut"
 BASE_WHOLE = "a frozen base lies whole on each device"
 """Why a model is not to be sharded."""
 
 
+ASKED_WHOLE = "each rank asks the model for answers on its own, and would wait for the parts of the others"
 ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
 
 
@@ -83,11 +83,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool
     if config.parallelism == "none" or ranks == 1:
         return False
     for setting, why, hint in (
-        (
-            f'compile="{config.compile}"' if config.compile != "off" else "",
-            COMPILED_WHOLE,
-            'Say compile="off".',
-        ),
+        ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none".'),
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
             SCALES_WHOLE,

@@ -381,8 +381,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             sharded=sharded,
             weight_dtype=config.weight_dtype,
         ),
-        available=frozenset(type(config).model_fields),
-        compiled=config.compile != "off",
+        available=frozenset(type(config).model_fields) - (frozenset() if config.may_shard else {"parallelism"}),
         levels=LEVELS if config.activation_checkpointing == "auto" else (),
         besides=config.not_planned,
     )

@@ -25,7 +25,6 @@ from bloomery.model.config import cost
 from bloomery.train.config import AdamW8bit, Level
 from bloomery.train.plan.memory import (
     BASE_WHOLE,
-    COMPILED_WHOLE,
     FROZEN_BYTES,
     ROUNDED_WHOLE,
     SCALES_WHOLE,
@@ -122,7 +121,6 @@ class PlanRequest:
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
     """Settings that this stage has, as `lora` and `parallelism`: only they are chosen."""
-    compiled: bool = False
     besides: str = ""
     """What the stage does that is in no number of the plan."""
     levels: tuple[Level, ...] = ()
@@ -288,7 +286,7 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
         return ROUNDED_WHOLE
     if way.sharded and what.optimizer.kind == "adamw8bit":
         return SCALES_WHOLE
-    return COMPILED_WHOLE if way.sharded and ask.compiled else ""
+    return ""
 
 
 def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, check: FitCheck | None) -> Candidate:

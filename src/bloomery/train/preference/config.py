@@ -104,6 +104,11 @@ class Prefer(Training, Adapters):
     eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
 
     @property
+    def may_shard(self) -> bool:
+        """Each rank samples and reads answers on its own, so ranks go through the model at other times."""
+        return False
+
+    @property
     def keeps_reference(self) -> bool:
         return isinstance(self.loss, Grpo) and self.loss.kl_coef > 0
 
