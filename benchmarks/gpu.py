@@ -1,7 +1,7 @@
 """
 What does this GPU do with Bloomery, in ten minutes and one file that can be sent?
 
-    python benchmarks/gpu.py [--json] [--quick] [--device auto|cpu] [--only PART …] [--out FOLDER]
+    python benchmarks/gpu.py [--json] [--quick] [--device auto|cpu] [--only PART …] [--out FOLDER] [--patience N]
     python benchmarks/gpu.py --multi [--ranks N]         2 to 8 GPUs of this machine: DDP, FSDP, overlap, a killed rank
 
 `make gpu` and `make gpu-multi` call it. Each part (gpu_parts.py, gpu_runs.py) is a child process with its own time
@@ -83,11 +83,11 @@ def main() -> None:
         "parts": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + TOTAL_SECONDS
+    end = time.monotonic() + options.patience * TOTAL_SECONDS
     for part in asked:
         if options.only and part.name not in options.only:
             continue
-        seconds = min(part.seconds, end - time.monotonic())
+        seconds = min(options.patience * part.seconds, end - time.monotonic())
         report["parts"][part.name] = run_part(part, options, seconds)
         write_json(options.out / "report.json", report)
         (options.out / "report.md").write_text(page(report, asked), encoding="utf-8")
@@ -104,6 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--patience", type=int, default=1, choices=range(1, 11), help="times all limits are longer")
     parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     parser.add_argument("--multi", action="store_true", help="several GPUs")

@@ -94,7 +94,9 @@ def test_all_parts_run_to_their_end_without_a_gpu(tmp_path: Path, words: list[st
         "--out",
         str(tmp_path),
     ]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=700)
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), *words], capture_output=True, text=True, check=False, timeout=850
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert {name: facts["status"] for name, facts in report["parts"].items()} == dict.fromkeys(report["parts"], "done")

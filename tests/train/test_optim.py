@@ -537,3 +537,16 @@ def test_what_is_orthogonalized_has_singular_values_near_one_and_the_same_sides(
     assert bool((diagonal[values > 0.05 * values[:, :1]] > 0.5).all())
     assert bool((diagonal < 1.3).all())
     assert float((kept - torch.diag_embed(diagonal)).abs().max()) < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_a_state_is_taken_over_without_a_copy_only_where_that_is_asked_for() -> None:
+    model = lively(SHAPES[0])
+    optimizers = Optimizers(model, AdamW())
+    model(torch.zeros((1, 4), dtype=torch.int64)).sum().backward()
+    optimizers.step()
+    saved = {name: tensor.clone() for name, tensor in optimizers.state().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in saved.items()}
+    optimizers.restore(saved)
+    assert all(tensor.data_ptr() != addresses[name] for name, tensor in optimizers.state().items())
+    optimizers.restore(saved, take_over=True)
+    assert {name: tensor.data_ptr() for name, tensor in optimizers.state().items()} == addresses

@@ -343,7 +343,8 @@ class DifferentialAttention(Attention):
         return normed
 
     def _lambda(self) -> Float[Tensor, ""]:
-        first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
+        pairs = ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        first, second = ((q.float() * k.float()).sum() for q, k in pairs)
         return torch.exp(first) - torch.exp(second) + self.lambda_start
 
 

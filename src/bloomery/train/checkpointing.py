@@ -65,8 +65,11 @@ class ModelSaver(Protocol):
         """What writes a copy that training does not change, and its bytes. All ranks call it; the first writes."""
         ...
 
-    def fill(self, folder: Path) -> None:
-        """Take it up from a folder. Raises CheckpointError where that was made from something else."""
+    def fill(self, folder: Path, world: World) -> None:
+        """
+        Take it up from a folder. All ranks call it; of a sharded model only the first reads. Raises CheckpointError
+        where the folder was made from something else.
+        """
         ...
 
 
@@ -159,8 +162,8 @@ class Checkpoints:
         return State.restored(saved.state)
 
     def _take_up(self, saved: Checkpoint) -> None:
-        self.model_saver.fill(saved.folder)
-        self.optimizers.restore(saved.training)
+        self.model_saver.fill(saved.folder, self.world)
+        self.optimizers.restore(saved.training, take_over=True)
 
     def _place(self, name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
         """Room for what an optimizer remembers: of a weight that is spread over ranks, for this rank's part."""
@@ -281,7 +284,7 @@ class Checkpoints:
         if trouble := checkpoint.damage(folder):
             what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
             raise CheckpointError(what, where=str(folder), hint='Leave the last weights: finetune.keep="last".')
-        self.model_saver.fill(folder)
+        self.model_saver.fill(folder, self.world)
 
     def leave_model(self, folder: Path, step: int) -> None:
         """Leave the model as it is, as that of a step, for others to read."""

@@ -429,9 +429,10 @@ class Optimizers:
             for key, value in optimizer.state[weight].items()
         }
 
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
+    def restore(self, saved: Mapping[str, Tensor], *, take_over: bool = False) -> None:
         """
-        Take up a state made by `state`; an empty one is that of before the first step.
+        Take up a state made by `state`; an empty one is that of before the first step. With `take_over`, tensors that
+        are where they are needed are not copied: they belong to the optimizers then.
 
         Raises CheckpointError, and changes nothing, for one that misses a weight or is of another model or optimizer.
         """
@@ -459,7 +460,7 @@ class Optimizers:
             # Counts of steps stay where the optimizer made them: AdamW's fused one with the weight, others on the host.
             here = weight.device if key != "step" or isinstance(optimizer, torch.optim.AdamW) else torch.device("cpu")
             kept: dict[str, Any] = optimizer.state[weight]
-            kept[key] = value.to(device=here, copy=True)
+            kept[key] = value.to(device=here, copy=not take_over)
 
     def _refuse(self, paths: list[str], what: str) -> None:
         if paths:

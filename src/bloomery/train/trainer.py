@@ -219,7 +219,8 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
-                fsdp.shard(self.model, self.world, device)
+                on_meta = any(weight.is_meta for weight in self.model.parameters())
+                fsdp.shard(self.model, self.world, device, spread=self.world.any(on_meta))
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")

@@ -416,12 +416,13 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     """
     Bytes of the host's memory, by what takes them: processes, loading, training in the same memory, and saving.
 
-    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank. A save copies
-    trained weights and optimizer. Loading ends before the first save, so the larger of the two counts.
+    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank; of a sharded
+    model, on the first rank alone. A save copies trained weights and optimizer. Loading ends before the first save, so
+    the larger of the two counts.
     """
     weights = loaded_bytes(what, way)
     largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
-    loading = target.devices * (weights + largest)
+    loading = (1 if way.sharded else target.devices) * weights + target.devices * largest
     copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
     saving = copies + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
