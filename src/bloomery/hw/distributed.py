@@ -92,6 +92,16 @@ class World:
 
         return wait
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """What every rank has, by rank, on every rank: tensors of one shape, on a device that ranks speak from."""
+        if self.size == 1:
+            return tensor[None]
+        count, *rest = tensor.shape
+        gathered = torch.empty((self.size * count, *rest), dtype=tensor.dtype, device=tensor.device)
+        with _together("gather"):
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        return gathered.view(self.size, count, *rest)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum(torch.zeros(1))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer, on_meta
@@ -173,10 +174,16 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     company = world if world is not None and is_sharded(model) else World.alone()
     copied: dict[str, Tensor] = {}
     lacking: Exception | None = None
-    for name, weight in weights.items():
+    at_once = [*weights.items()] if company.size == 1 else []  # else one after another, as each is put together
+    try:
+        copied |= zip(weights, devices.copied_to_host(weight for _, weight in at_once), strict=False)
+    except (MemoryError, RuntimeError) as error:
+        lacking = error
+    for name, weight in [] if at_once else weights.items():
         full_weight = whole(weight)
         try:
-            copied[name] = _copied(full_weight) if company.is_first and lacking is None else full_weight.to("meta")
+            keeps = company.is_first and lacking is None
+            copied[name] = devices.copied_to_host([full_weight])[0] if keeps else full_weight.to("meta")
         except (MemoryError, RuntimeError) as error:
             lacking = error
     with company.alike():
@@ -185,10 +192,6 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     twin = on_meta(model.config, model.vocab_size)
     twin.load_state_dict(copied, assign=True)
     return twin
-
-
-def _copied(weight: Tensor) -> Tensor:
-    return weight.detach().to("cpu", copy=True)
 
 
 @contextmanager
@@ -222,7 +225,7 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
 
 def gathered_dtype(device: Device) -> torch.dtype:
     """The format in which weights are gathered: that of matmuls on GPUs, which halves what ranks send each other."""
-    return device.compute_dtype if device.torch_device.type == "cuda" else torch.float32
+    return device.compute_dtype if device.is_gpu else torch.float32
 
 
 def shard(
@@ -358,7 +361,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def is_finite(model: nn.Module, world: World) -> bool:
     """Whether all weights are, on all ranks."""
-    own = all(bool(torch.isfinite(local(weight)).all()) for weight in model.parameters())
+    own = bool(torch.stack([torch.isfinite(local(weight)).all() for weight in model.parameters()]).all())
     return not world.any(not own) if is_sharded(model) else own
 
 

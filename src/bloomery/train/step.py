@@ -192,7 +192,7 @@ def accumulate_gradients(
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
     parts = fsdp.micro_batches(batch, micro_batch, world, model)
-    overlapped, failure = precision.device.torch_device.type == "cuda", ""
+    overlapped, failure = precision.device.is_gpu, ""
     with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
         try:
             for number, rows in enumerate(parts, 1):
@@ -255,17 +255,18 @@ def micro_batch_losses(
     model: Transformer, batch: Batch, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """What is minimized, times `scale`, and the cross entropy alone: see `token_losses`."""
-    device = precision.device.torch_device
-    whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
-    ids, positions, segments = (
-        None if array is None else torch.from_numpy(array).to(device)
-        for array in (batch.ids, batch.positions, None if whole else batch.segments)
-    )
-    assert ids is not None
+    return placed_losses(model, placed(batch, precision.device.torch_device), precision, z_loss, scale)
+
+
+def placed(batch: Batch, device: torch.device) -> "Placed":
+    """A micro-batch on a device. What depends on its numbers is found out here, without asking the device."""
+    whole = bool((batch.segments == batch.segments[:, :1]).all())
+    arrays = [batch.ids, batch.positions] if whole else [batch.ids, batch.positions, batch.segments]
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
-    placed = Placed(ids, positions, segments, supervised.to(device), flat[supervised].to(device))
-    return placed_losses(model, placed, precision, z_loss, scale)
+    numbers = [*map(torch.from_numpy, arrays), supervised, flat[supervised]]
+    ids, positions, *segments, supervised, targets = devices.staged(numbers, device)
+    return Placed(ids, positions, segments[0] if segments else None, supervised, targets)
 
 
 class Placed(NamedTuple):
@@ -299,8 +300,13 @@ def placed_losses(
     """As `micro_batch_losses`, of what is on the device."""
     with precision.autocast():
         hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
-    chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
+    chosen = hidden if len(batch.supervised) == len(hidden) else _rows(hidden, batch.supervised)
     return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
+
+
+def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
+    """Some rows, each at most once. The gradient of an index would sort the numbers on a GPU."""
+    return hidden[numbers] if hidden.device.type == "cpu" else hidden.index_select(0, numbers)
 
 
 @contextmanager

@@ -271,9 +271,27 @@ Of a weight of a matrix of a block. NF4 is half a byte, and two bytes of scale f
 https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.
 """
 LOGITS_CHUNK_BYTES = 2**27
-"""Of float32 logits, as `train.loss.CHUNK_BYTES`."""
-UPDATE_NUMBERS = 2**21
-"""As `train.optim.BATCH_NUMBERS`; of float32 and bfloat16, a handful of times."""
+"""Of float32 logits on a CPU, as `train.loss.CHUNK_BYTES`."""
+LARGEST_CHUNK_BYTES, CHUNK_SHARE = 2**30, 1 / 24
+"""
+The same on other devices: at most so many, and of their memory at most this share, as a power of two. Each chunk reads
+and writes the gradient of the head once, so larger chunks save traffic.
+"""
+
+
+def logits_chunk_bytes(memory_bytes: int, *, processor: bool) -> int:
+    """Bytes of float32 logits that exist at once on a device with this memory (0: unknown)."""
+    room = int(CHUNK_SHARE * memory_bytes)
+    if processor or room <= LOGITS_CHUNK_BYTES:
+        return LOGITS_CHUNK_BYTES
+    return min(LARGEST_CHUNK_BYTES, 1 << (room.bit_length() - 1))
+
+
+UPDATE_NUMBERS, WIDE_UPDATE_NUMBERS = 2**21, 2**25
+"""
+As `train.optim.BATCH_NUMBERS` on a CPU and WIDE_BATCH_NUMBERS on other devices; of float32 and bfloat16, a handful of
+times.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +362,8 @@ class Workload:
     optimizer: Optimizer
     processor: bool = False
     """Whether on one, where attention may keep its weights."""
+    memory_bytes: int = 0
+    """Of the device; 0 where that is unknown."""
     lora: Lora | None = None
     """What a recipe says of adapters, where it has some."""
     initialized: bool = False
@@ -354,6 +374,10 @@ class Workload:
     @property
     def parameters(self) -> int:
         return cost(self.model, self.vocab_size).parameters
+
+    @property
+    def logits_chunk_bytes(self) -> int:
+        return logits_chunk_bytes(self.memory_bytes, processor=self.processor)
 
     def adapters(self, way: TrainSetup) -> Lora | None:
         """The adapters of a configuration: as in the recipe, on a base in the configuration's format."""
@@ -399,9 +423,15 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
         activations=tokens
         * activation_bytes_per_token(what.model, way.activation_checkpointing, b, written_out=what.processor),
         logits=logits_bytes(what, way),
-        update=(5 * BYTES * min(UPDATE_NUMBERS, trained) + rounded_bytes(what, way)) // num_shards,
+        update=(5 * BYTES * min(update_numbers(what), trained) + rounded_bytes(what, way)) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
+
+
+def update_numbers(what: Workload) -> int:
+    """How many numbers an optimizer works on at once, beyond what it keeps."""
+    wide = not what.processor and what.optimizer.kind == "muon"
+    return WIDE_UPDATE_NUMBERS if wide else UPDATE_NUMBERS
 
 
 PROCESS_BYTES = 330 * 2**20
@@ -490,12 +520,12 @@ def base_bytes(what: Workload, way: TrainSetup) -> int:
 
 def logits_bytes(what: Workload, way: TrainSetup) -> int:
     """Logits in the format of matmuls and in float32, and the gradient of the head in both."""
-    tokens = min(way.rows * what.model.context_length, max(1, LOGITS_CHUNK_BYTES // (BYTES * what.vocab_size)))
+    tokens = min(way.rows * what.model.context_length, max(1, what.logits_chunk_bytes // (BYTES * what.vocab_size)))
     b, table = way.bytes_per_number, what.vocab_size * what.model.hidden_size
     scores = tokens * what.vocab_size * (b if what.processor else b + BYTES)
     if way.method != "full":
         return scores
-    return scores + table * (way.weight_bytes + b)
+    return scores + table * ((way.weight_bytes if what.processor else BYTES) + b)
 
 
 def gathered_bytes(what: Workload, way: TrainSetup) -> int:

@@ -52,9 +52,10 @@ from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Optimizer
 from bloomery.train.fused_adamw import total_norm
+from bloomery.train.loss import ALIGNED_ROWS, chunks_of
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
-from bloomery.train.plan.memory import Machine, Moment, TrainSetup, fits
+from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.precision import Precision, keep_weights
 from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
@@ -176,7 +177,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
 
     def _scores(self, tensor: Tensor) -> str | None:
-        padded = tensor.ndim == 2 and tensor.shape[1] == cpu.aligned(self._vocab_size)
+        widths = cpu.aligned(self._vocab_size), -(-self._vocab_size // ALIGNED_ROWS) * ALIGNED_ROWS
+        padded = tensor.ndim == 2 and tensor.shape[1] in widths
         return LOGITS if self.making == WORK and (padded or self._vocab_size in tensor.shape) else None
 
     def _change(self, size: int, kind: str) -> None:
@@ -227,6 +229,8 @@ class TracedStep:
     weight_dtype: str = "float32"
     lora: Lora | None = None
     """The adapters that are trained on frozen weights. None: all weights are trained."""
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+    """Of float32 logits, on another device than a CPU."""
 
     @property
     def turn(self) -> int:
@@ -257,7 +261,8 @@ class TracedStep:
     def prepare(self, model: Transformer, precision: Precision) -> Optimizers:
         """Set up a model as a run does when the model is on its device."""
         checkpoint_activations(model, self.activation_checkpointing)
-        return Optimizers(model, self.optimizer, precision.muon_dtype)
+        world = World.alone() if self.on_processor else World(0, self.ranks)
+        return Optimizers(model, self.optimizer, precision.muon_dtype, world=world)
 
 
 class Traced(NamedTuple):
@@ -347,11 +352,13 @@ def _traced(step: TracedStep) -> Traced:
     )
     precision = Precision.decide("auto", device)
     counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
-    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
+    chunks = chunks_of(step.logits_chunk_bytes)
+    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, chunks, FakeTensorMode(), counting as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
-            fsdp.shard(model, World(0, step.ranks), device, mesh)
+            gathered = torch.float32 if step.on_processor else step.precision
+            fsdp.shard(model, World(0, step.ranks), device, mesh, dtype=gathered)
         optimizers = step.prepare(model, precision)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -597,4 +604,5 @@ def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
         ranks=option.way.devices if option.way.sharded else 1,
         weight_dtype=option.way.weight_dtype,
         lora=option.what.adapters(option.way),
+        logits_chunk_bytes=option.what.logits_chunk_bytes,
     )
