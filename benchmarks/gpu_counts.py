@@ -25,7 +25,6 @@ from typing import Any
 from bloomery.core.config import build
 from bloomery.core.pipeline import machine, versions
 from bloomery.hw.device import Device
-from bloomery.model import attention
 from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.kernels import cpu
 from bloomery.model.mask import AttentionMask
@@ -33,7 +32,7 @@ from bloomery.train.config import AdamW, Muon, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.loss import chunks_of
 from bloomery.train.plan.memory import LARGEST_CHUNK_BYTES
-from bloomery.train.plan.trace import TracedStep
+from bloomery.train.plan.trace import TracedStep, attention_elsewhere
 from bloomery.train.precision import Precision
 from bloomery.train.step import Placed, gradients, placed_losses
 
@@ -117,41 +116,22 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.counts.unaligned_flops += flops
 
 
-class FusedAttention(torch.autograd.Function):
-    """The memory and the kernels of attention that keeps no scores: its numbers are nobody's."""
-
-    @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, sums = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-        context.save_for_backward(q, k, v, y, sums)
-        return y.add_(0)
-
-    @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = context.saved_tensors
-        (upstream[0] * 1).sum()
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
 @contextmanager
 def fused(counts: Counts) -> Iterator[None]:
-    """Attention as `FusedAttention`, whose work is counted."""
-    plain = attention.fused_attention
+    """Attention as a trace has it, whose work is counted."""
 
     def counted(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         B, H, T, E = q.shape
         W = min(mask.window or T, T)
         counts.attention_flops += int(6 * B * H * T * (E + v.shape[3]) * (W - W * W / (2 * T)))
-        output: Tensor = FusedAttention.apply(q, k.to(q.dtype), v.to(q.dtype))  # type: ignore[no-untyped-call]
-        return output
+        return attention_elsewhere(q, k, v, mask)
 
-    attention.fused_attention = counted  # type: ignore[assignment]
-    token = cpu.ELSEWHERE.set(True)
+    token, elsewhere = cpu.ATTENTION_ELSEWHERE.set(counted), cpu.ELSEWHERE.set(True)
     try:
         yield
     finally:
-        attention.fused_attention = plain
-        cpu.ELSEWHERE.reset(token)
+        cpu.ATTENTION_ELSEWHERE.reset(token)
+        cpu.ELSEWHERE.reset(elsewhere)
 
 
 def counts_of(

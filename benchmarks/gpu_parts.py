@@ -295,13 +295,15 @@ def planned_rows(setting: Setting, model: ModelConfig, vocab_size: int) -> tuple
 
 def random_model(model_config: ModelConfig, vocab_size: int, device: Device) -> Transformer:
     """On the device, without a pass through the host's memory."""
-    model = on_meta(model_config, vocab_size).to_empty(device=device.torch_device)
+    model = on_meta(model_config, vocab_size)
+    for name, _ in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        empty = torch.empty(getattr(module, leaf).shape, device=device.torch_device)
+        setattr(module, leaf, nn.Parameter(fill(name, empty)))
     if model_config.tie_embeddings:
         model.head.weight = model.embed.weight
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            fill(name, weight)
-    return model
+    return model.to(device.torch_device)
 
 
 def fill(name: str, weight: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ training uses. A share of it is called a share of the measured peak, never a sha
 
 import ctypes
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
@@ -173,12 +175,12 @@ def staged(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     """
     if device.type == "cpu":
         return list(numbers)
-    sizes = [one.numel() for one in numbers]
+    sizes = [tensor.numel() for tensor in numbers]
     buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, one in zip(buffer.split(sizes), numbers, strict=True):
-        part.copy_(one.flatten())
+    for slot, tensor in zip(buffer.split(sizes), numbers, strict=True):
+        slot.copy_(tensor.flatten())
     moved = buffer.to(device, non_blocking=True).long()
-    return [part.view(one.shape) for part, one in zip(moved.split(sizes), numbers, strict=True)]
+    return [flat.view(tensor.shape) for flat, tensor in zip(moved.split(sizes), numbers, strict=True)]
 
 
 def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -195,6 +197,30 @@ def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if gpu:
         torch.cuda.synchronize()
     return copies
+
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+"""There on Linux, and not in Windows' subsystem for it."""
+
+
+def expand_segments(device: Device) -> bool:
+    """
+    Let torch's allocator grow its blocks on an NVIDIA GPU, so that tensors of changing sizes leave no gaps. Call it
+    before the first tensor. Returns whether it does: not where the environment has settings of its own, and not where
+    the driver cannot.
+    """
+    own = any(name in os.environ for name in ALLOCATOR_SETTINGS)
+    if device.vendor != "nvidia" or own or not NVIDIA_DRIVER.exists():
+        return False
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        torch.empty(2**20, device=device.torch_device).fill_(1.0)
+        device.synchronize()
+    except RuntimeError:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        return False
+    return True
 
 
 def give_back_memory() -> None:

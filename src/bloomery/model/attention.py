@@ -73,6 +73,8 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
     The fastest attention for this device: on CPUs, compiled operations or plain matmuls; on GPUs, the causal kernel.
     Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory.
     """
+    if not torch.compiler.is_compiling() and (elsewhere := cpu.ATTENTION_ELSEWHERE.get()) is not None:
+        return elsewhere(q, k, v, mask)
     if q.device.type == "cpu" and not cpu.ELSEWHERE.get():
         if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)

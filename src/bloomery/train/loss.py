@@ -1,8 +1,8 @@
 """
 Cross entropy without the logits: the largest tensor of a small model with a large vocabulary never exists whole.
 
-On GPUs, matmuls in a short format see a vocabulary that is a multiple of ALIGNED_ROWS: rows of other lengths do not
-start at multiples of 16 bytes, and tensor cores want that. Rows beyond the vocabulary are zeros with logits of −∞.
+On GPUs, matmuls in a short format see a vocabulary that is a multiple of ALIGNED_ROWS. Tensor cores want rows that
+start at multiples of 16 bytes. Rows beyond the vocabulary are zeros with logits of −∞.
 
 Letters used for shapes: N supervised tokens, C tokens of a chunk, D width, V vocabulary.
 """

@@ -140,17 +140,17 @@ class BatchedMuon(torch.optim.Muon):
         if isinstance(weights[0], DTensor):
             height = -(-rows // world.size)
             begin = world.rank * height
-            parts = torch.zeros((len(weights), height, columns), dtype=self._dtype, device=own[0].device)
-            for slot, part in zip(parts, ahead, strict=True):
-                slot[: len(part)].copy_(part)
-            gathered = world.all_gather(parts)[:, first : first + share]
+            rows_here = torch.zeros((len(weights), height, columns), dtype=self._dtype, device=own[0].device)
+            for slot, shard in zip(rows_here, ahead, strict=True):
+                slot[: len(shard)].copy_(shard)
+            gathered = world.all_gather(rows_here)[:, first : first + share]
             matrices = gathered.transpose(0, 1).flatten(1, 2)[:, :rows]
         else:
             matrices = torch.empty(
                 (len(ahead[first : first + share]), rows, columns), dtype=self._dtype, device=own[0].device
             )
-            for slot, part in zip(matrices, ahead[first : first + share], strict=True):
-                slot.copy_(part)
+            for slot, shard in zip(matrices, ahead[first : first + share], strict=True):
+                slot.copy_(shard)
         wide = matrices if rows <= columns else matrices.mT
         directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
         directions = directions if rows <= columns else directions.mT
@@ -159,10 +159,10 @@ class BatchedMuon(torch.optim.Muon):
             shares[: len(directions)] = directions
             directions = world.all_gather(shares).flatten(0, 1)[: len(weights)]
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
-        for weight, part, direction in zip(weights, own, directions, strict=True):
-            with updatable(part, lambda _, weight=weight: self.seed_of(weight)) as numbers:
+        for weight, shard, direction in zip(weights, own, directions, strict=True):
+            with updatable(shard, lambda _, weight=weight: self.seed_of(weight)) as numbers:
                 numbers.mul_(1 - group["lr"] * group["weight_decay"])
-                numbers.add_(direction[begin : begin + len(part)], alpha=-rate)
+                numbers.add_(direction[begin : begin + len(shard)], alpha=-rate)
 
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape

@@ -120,6 +120,7 @@ class Precision:
         """The device and the format that a section of a recipe asks for; they are printed."""
         devices.return_freed_memory()  # what earlier stages of this process left
         device = devices.find(config.device)
+        devices.expand_segments(device)
         kernel_selection.select_kernels(device)
         precision = cls.decide(config.compute_dtype, device)
         info(f"  computes in {precision.why}")
