@@ -46,11 +46,12 @@ def choice(preset: str, devices: int) -> Candidate:
 @contextmanager
 def without_kernel_for_masks() -> Iterator[None]:
     """Packed rows of any length take a bias, as where Triton is missing or fails its trial."""
-    before, trace.FLEX_TOKENS = trace.FLEX_TOKENS, 2**62
+    before: int = vars(trace)["FLEX_TOKENS"]
+    vars(trace)["FLEX_TOKENS"] = 2**62
     try:
         yield
     finally:
-        trace.FLEX_TOKENS = before
+        vars(trace)["FLEX_TOKENS"] = before
 
 
 def row(preset: str, devices: int) -> dict[str, Any]:

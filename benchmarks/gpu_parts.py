@@ -388,6 +388,10 @@ Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
 """Kernel, shape, ours, torch's, and the bytes that have to move."""
 
 
+def torchs_norm(x: Tensor, gain: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.rms_norm(x, (x.shape[1],), gain, 1e-6).to(dtype)
+
+
 def kernel_cases(setting: Setting) -> Iterator[Case]:
     where, dtype = setting.device.torch_device, setting.device.compute_dtype
     tokens = 256 if setting.quick else LARGEST_ROWS * TOKENS
@@ -406,13 +410,13 @@ def kernel_cases(setting: Setting) -> Iterator[Case]:
             return torch.autograd.grad(y(), (x, gain), back)
 
         ours = partial(normed, partial(triton.rms_norm, x, gain, 1e-6, dtype))
-        plain = partial(normed, lambda x=x, gain=gain: F.rms_norm(x, (x.shape[1],), gain, 1e-6).to(dtype))
+        plain = partial(normed, partial(torchs_norm, x, gain, dtype))
         yield "rms-norm", f"{tokens}x{width}", ours, plain, tokens * width * (4 + 2 + 4 + 2 + 4)
     for vocab_size in (48_000, 50_304, 128_256):
         rows = min(tokens, chunk_tokens(vocab_size))
         logits, targets = numbers(rows, vocab_size, kind=dtype), torch.randint(vocab_size, (rows,), device=where)
-        ours = partial(triton.cross_entropy_, logits, targets)
-        yield "cross-entropy", f"{rows}x{vocab_size}", ours, partial(_plain_loss, logits, targets), 3 * logits.nbytes
+        loss = partial(triton.cross_entropy_, logits, targets)
+        yield "cross-entropy", f"{rows}x{vocab_size}", loss, partial(_plain_loss, logits, targets), 3 * logits.nbytes
     for heads, normed_too in product((20, 4), (False, True)):
         q = numbers(tokens // TOKENS or 1, min(tokens, TOKENS), heads, 64, kind=dtype).transpose(1, 2).requires_grad_()
         angle = numbers(1, 1, q.shape[2], 64, kind=dtype)
@@ -463,7 +467,7 @@ def large(setting: Setting) -> None:
     model_config, vocab_size = setting.shape("llama-3.1-8b", tokens)
     precision = Precision.decide("auto", device)
     for base in ("bfloat16", "nf4"):
-        adapters = Lora(base_dtype=base)  # type: ignore[arg-type]
+        adapters = Lora(base_dtype=base)
         step = TracedStep(
             model=model_config,
             vocab_size=vocab_size,

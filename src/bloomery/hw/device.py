@@ -177,10 +177,10 @@ def staged(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.
         return list(numbers)
     sizes = [tensor.numel() for tensor in numbers]
     buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for slot, tensor in zip(buffer.split(sizes), numbers, strict=True):
+    for slot, tensor in zip(torch.split(buffer, sizes), numbers, strict=True):
         slot.copy_(tensor.flatten())
     moved = buffer.to(device, non_blocking=True).long()
-    return [flat.view(tensor.shape) for flat, tensor in zip(moved.split(sizes), numbers, strict=True)]
+    return [flat.view(tensor.shape) for flat, tensor in zip(torch.split(moved, sizes), numbers, strict=True)]
 
 
 def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

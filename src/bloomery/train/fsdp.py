@@ -100,7 +100,7 @@ class GradientSums:
             while len(self._begun) < len(self._buckets) and not self._open[len(self._begun)]:
                 self._send(failed=False)
 
-        self._hooks = [weight.register_post_accumulate_grad_hook(done) for weight in self._weights]  # type: ignore[arg-type]
+        self._hooks = [weight.register_post_accumulate_grad_hook(done) for weight in self._weights]  # type: ignore[no-untyped-call]
 
     def finish(self, failed: bool = False) -> bool:
         """Wait for the sums. Returns, the same on all ranks, whether one has `failed`: then gradients are of no use."""
@@ -249,7 +249,7 @@ def shard(
         _without_numbers(model)
     dtype = dtype or gathered_dtype(device)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = {} if dtype == torch.float32 else {"mp_policy": mixed}
+    policy: dict[str, Any] = {} if dtype == torch.float32 else {"mp_policy": mixed}
     names = {weight: name for name, weight in model.named_parameters()}
 
     def placed(weight: nn.Parameter) -> Shard:

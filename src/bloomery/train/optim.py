@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
@@ -160,9 +161,12 @@ class BatchedMuon(torch.optim.Muon):
             directions = world.all_gather(shares).flatten(0, 1)[: len(weights)]
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
         for weight, shard, direction in zip(weights, own, directions, strict=True):
-            with updatable(shard, lambda _, weight=weight: self.seed_of(weight)) as numbers:
+            with updatable(shard, partial(self._seed_of_whole, weight)) as numbers:
                 numbers.mul_(1 - group["lr"] * group["weight_decay"])
                 numbers.add_(direction[begin : begin + len(shard)], alpha=-rate)
+
+    def _seed_of_whole(self, weight: Tensor, shard: Tensor) -> int:
+        return self.seed_of(weight)
 
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape
