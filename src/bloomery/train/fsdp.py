@@ -122,10 +122,13 @@ class GradientSums:
     def _send(self, failed: bool) -> None:
         """Begin the sum of the next bucket: its gradients, whether each is there, and whether this rank failed."""
         bucket = self._buckets[len(self._begun)]
-        flags = torch.tensor([*(float(w.grad is not None) for w in bucket), float(failed)])
         parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-        device = parts[0].device
-        flat = torch.cat([*(part.flatten().float() for part in parts), flags.to(device, non_blocking=True)])
+        flags = torch.ones(len(bucket) + 1, device=parts[0].device)  # made there, so that the host does not wait
+        flags[-1] = float(failed)
+        for number, weight in enumerate(bucket):
+            if weight.grad is None:
+                flags[number] = 0.0
+        flat = torch.cat([*(part.flatten().float() for part in parts), flags])
         self._begun.append((flat, self._world.begin_sum(flat)))
 
     def _finish_overlapped(self, failed: bool) -> bool:
