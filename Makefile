@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
+RANKS = 2
 # What asks for the maker of the torch, and the programs over it. The rest computes on the processor, the same under all.
 AMD_TESTS = tests/hw tests/test_cli.py tests/model/test_fused.py tests/train/test_compile.py \
 	tests/train/test_precision.py tests/train/test_step.py tests/train/planning/test_report.py
@@ -16,7 +17,7 @@ SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-w
 # Tests start hundreds of processes: none of them compiles the package again, whatever the environment says.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-slow test-amd fuzz docs lint check fix bench clean
+.PHONY: help demo test test-all test-slow test-amd fuzz docs lint check fix bench gpu gpu-multi clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
@@ -29,6 +30,7 @@ help:
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
 	@echo 'make fix     format and mend what the linter can mend'
 	@echo 'make bench   every benchmark, quick; each ends with one line of JSON'
+	@echo 'make gpu     what a GPU does with Bloomery, in ten minutes: gpu-report/report.md (gpu-multi RANKS=2: several)'
 	@echo 'make clean   remove caches; runs and $(VENV) stay'
 
 demo: $(VENV)/.installed
@@ -82,6 +84,12 @@ bench: $(VENV)/.installed-bench
 		$(BIN)/python "$$file" --quick --json || failed="$$failed $$file"; \
 	done; \
 	[ -z "$$failed" ] || { echo "these did not end well, and say why above:$$failed" >&2; exit 1; }
+
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py $(GPU)
+
+gpu-multi: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py --multi --ranks $(RANKS) --out gpu-multi-report $(GPU)
 
 clean:
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache build dist site

@@ -206,3 +206,67 @@ def test_the_measured_peak_is_of_random_numbers_and_leaves_a_runs_own_alone(monk
     assert device._measured.__wrapped__(device.find("cpu"), "cpu", torch.float32) > 0
     assert torch.equal(torch.get_rng_state(), before)
     assert len(set(multiplied[0].flatten().tolist())) > 4000
+
+
+class Allocator:
+    """What is asked of torch's allocator, of a driver that may not know it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, works: bool) -> None:
+        self.settings = list[str]()
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        plain = torch.empty
+
+        def empty(*sizes: int, **how: object) -> torch.Tensor:
+            if not works:
+                raise RuntimeError("CUDA driver error: operation not supported")
+            return plain(*sizes)
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+
+def of_vendor(vendor: device.Vendor) -> device.Device:
+    return device.Device(
+        torch_device=torch.device("cuda", 0),
+        vendor=vendor,
+        name="GPU",
+        memory_bytes=GIB,
+        compute_dtype=torch.bfloat16,
+        backend="nccl",
+    )
+
+
+@pytest.mark.parametrize(
+    ("vendor", "works", "asked"),
+    [
+        ("nvidia", True, ["expandable_segments:True"]),
+        ("nvidia", False, ["expandable_segments:True", "expandable_segments:False"]),
+        ("amd", True, []),
+    ],
+)
+def test_blocks_of_memory_grow_where_the_driver_can_let_them(
+    vendor: device.Vendor, works: bool, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in device.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    allocator = Allocator(monkeypatch, tmp_path, works=works)
+    assert device.expand_segments(of_vendor(vendor)) == (asked == ["expandable_segments:True"])
+    assert allocator.settings == asked
+
+
+def test_settings_of_the_allocator_that_a_person_made_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    allocator = Allocator(monkeypatch, tmp_path, works=True)
+    assert not device.expand_segments(of_vendor("nvidia"))
+    assert not allocator.settings
+
+
+def test_copies_for_the_host_are_equal_contiguous_and_apart() -> None:
+    tensors = [torch.randn(3, 4).t(), torch.arange(5, dtype=torch.int16), torch.zeros(())]
+    copies = device.copied_to_host(tensors)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, copy)
+        assert copy.dtype == tensor.dtype
+        assert copy.is_contiguous()
+        assert copy.data_ptr() != tensor.data_ptr()

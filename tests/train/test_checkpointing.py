@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,20 @@ def test_what_bits_depend_on_is_compared() -> None:
     assert checkpointing.differences(before, now) == ["threads was 2 and is 1", "new was None and is x"]
     assert checkpointing.differences({}, now) == []
     assert checkpointing.differences(now, now) == []
+
+
+def test_a_clock_begins_no_save_before_fifty_times_of_what_the_last_one_cost(shards: Path, tmp_path: Path) -> None:
+    made = session(shards, tmp_path)
+    made.run()
+    checkpoints = made._checkpoints
+    assert checkpoints._cost == 0.0, "on a CPU, the recipe alone decides"
+    checkpoints._saved = (time.monotonic() - 10.0, 3)
+    assert checkpoints.late(5.0)
+    assert not checkpoints.late(500.0)
+    checkpoints._cost = 0.1
+    assert checkpoints.late(5.0)
+    checkpoints._cost = 10.0
+    assert not checkpoints.late(5.0)
 
 
 # --- Adapters through the one loop: what is trained, saved, taken up again and left -----------------------------------

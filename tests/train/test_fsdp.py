@@ -21,17 +21,18 @@ import pytest
 
 from bloomery.core import io as core_io
 from bloomery.core.config import build
-from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.errors import ConfigError, HardwareError, RunError
 from bloomery.core.io import disk_errors
 from bloomery.core.log import VARYING, Metrics
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw.distributed import World
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch, step
 from bloomery.train.config import AdamW, Training
+from bloomery.train.metrics import Norms
 from bloomery.train.plan.memory import check_shard
 from bloomery.train.preference.config import Prefer
 from bloomery.train.state import Hook, State
@@ -58,7 +59,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 LION = {"kind": "lion", "learning_rate": 1e-4}
 ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
@@ -518,6 +519,10 @@ class ThreadWorld(World):
         tensor.copy_(total)
         return tensor
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        self.sum(tensor)
+        return lambda: None
+
 
 def worlds(size: int) -> list[ThreadWorld]:
     room = Room(Barrier(size, timeout=60))
@@ -596,3 +601,211 @@ def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() 
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, worlds(2))) == [0, 0]
+
+
+# --- sums that begin within the backward pass, and memory that runs out on one rank -----------------------------------
+
+
+SUMS = fsdp.GradientSums
+
+
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums as on GPUs, in several buckets."""
+    monkeypatch.setattr(fsdp, "GradientSums", lambda model, world, **how: SUMS(model, world, overlapped=True))
+    monkeypatch.setattr(fsdp, "BUCKET_NUMBERS", 2000)
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(2, 2), (3, 1), (8, 7)])
+def test_overlapped_sums_are_those_after_the_backward_pass(
+    size: int, micro_batch: int, request: pytest.FixtureRequest
+) -> None:
+    """Of eight ranks, one has no row, and so no backward pass."""
+    batch = random_batch(7, 3, [0.5, 0, 1, 0, 0.05, 0, 0.7])
+    plain = together(batch, size, micro_batch)
+    request.getfixturevalue("overlapped")
+    for (loss, tokens, grads), (same_loss, same_tokens, others) in zip(
+        plain, together(batch, size, micro_batch), strict=True
+    ):
+        assert (loss, tokens) == (same_loss, same_tokens)
+        assert grads.keys() == others.keys()
+        for name in grads:  # other buckets, other orders of eight numbers
+            torch.testing.assert_close(others[name], grads[name], rtol=1e-5, atol=1e-8)
+
+
+def test_overlapped_sums_begin_before_the_backward_pass_ends(overlapped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, at_end = list[int](), list[int]()
+    sent, finish = SUMS._send, SUMS.finish
+
+    def send(self: Any, failed: bool) -> None:
+        begun.append(len(self._begun))
+        sent(self, failed)
+
+    def finished(self: Any, failed: bool = False) -> bool:
+        at_end.append(len(begun))
+        return bool(finish(self, failed))
+
+    monkeypatch.setattr(SUMS, "_send", send)
+    monkeypatch.setattr(SUMS, "finish", finished)
+    accumulate_gradients(lively(SHAPES[1]), random_batch(4), 2, on_cpu(), world=Silent(0, 2))
+    assert len(begun) > 3
+    assert at_end == [len(begun)]
+    assert begun == sorted(begun)
+
+
+class Silent(World):
+    """Of two ranks, of which the other has nothing to add."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+
+@pytest.mark.parametrize("kind", ["after", "overlapped"])
+def test_where_memory_runs_out_on_one_rank_all_try_half_the_rows(kind: str, request: pytest.FixtureRequest) -> None:
+    if kind == "overlapped":
+        request.getfixturevalue("overlapped")
+    batch, calls = random_batch(8), list[tuple[int, int]]()
+
+    @dataclass(frozen=True)
+    class Hungry(step.CausalLMLoss):
+        rank: int = 0
+
+        def losses(self, model: Transformer, micro_batch: Batch, precision: Any, scale: float = 1.0) -> step.LossSums:
+            calls.append((self.rank, len(micro_batch.ids)))
+            if self.rank == 1 and len(micro_batch.ids) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+            return super().losses(model, micro_batch, precision, scale)
+
+    def one(world: World) -> tuple[int, float, dict[str, Tensor]]:
+        model = lively(SHAPES[1])
+        loss_function, stop = Hungry(rank=world.rank), StopRequest()
+        grads = step.forward_backward(
+            model, batch, 4, precision=on_cpu(), loss_function=loss_function, world=world, stop=stop
+        )
+        named = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return grads.rows, grads.loss, named
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, worlds(2))
+    assert first[0] == second[0] == 1
+    assert {rows for rank, rows in calls if rank == 0} == {1, 2, 4}
+    loss, _, expected = together(batch, 2, 1)[0]
+    assert first[1] == second[1] == loss
+    for found in (first[2], second[2]):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_one_row_that_is_too_much_on_one_rank_is_an_error_of_all() -> None:
+    class Full(step.CausalLMLoss):
+        def losses(self, *args: Any) -> step.LossSums:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def one(world: World) -> str:
+        loss_function = Full() if world.rank else step.CausalLMLoss()
+        how: dict[str, Any] = {"precision": on_cpu(), "loss_function": loss_function}
+        with pytest.raises(HardwareError) as told:
+            step.forward_backward(lively(SHAPES[0]), random_batch(4), 1, world=world, stop=StopRequest(), **how)
+        return str(told.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, worlds(2))
+    assert "1 rows at once are more than the memory holds: memory ran out on another rank" in first
+    assert "CUDA out of memory" in second
+
+
+# --- what ranks with parts measure, take up and gather ----------------------------------------------------------------
+
+
+def in_parts(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """
+    A model of which the first rank alone has numbers, in parts: norms of a change, the largest tensor that was put
+    together for them, the loss and gradients in float32 and in bfloat16, and formats of gathered weights.
+    """
+    signal.alarm(SECONDS)
+    shape, batch = SHAPES[task["shape"]], random_batch(4)
+    largest, plain = [0], DTensor.full_tensor
+
+    def full_tensor(self: DTensor, **how: Any) -> Tensor:
+        largest[0] = max(largest[0], self.numel())
+        return plain(self, **how)
+
+    answer: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = lively(shape) if world.is_first else on_meta(shape, VOCAB_SIZE)
+        fsdp.shard(model, world, processor(dtype), dtype=dtype, spread=True)
+        gathered = set[str]()
+        block: Any = model.blocks[0]
+        block.attention.q.register_forward_hook(lambda module, *_, seen=gathered: seen.add(str(module.weight.dtype)))
+        loss = accumulate_gradients(model, batch, 2, on_cpu(dtype), world=world).loss
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        name = str(dtype).removeprefix("torch.")
+        answer[name] = {
+            "loss": loss,
+            "gathered": sorted(gathered),
+            "kept": sorted({str(g.dtype) for g in grads.values()}),
+        }
+        DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+        norms = Norms(model, every=1)
+        norms.before_update(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                fsdp.local(weight).mul_(1.25)
+        norms.after_update()
+        DTensor.full_tensor = plain  # type: ignore[method-assign]
+        answer[name] |= {"norms": world.gather(norms.latest), "largest": largest[0]}
+        answer[name]["tied"] = model.head.weight is model.embed.weight
+        settled = {key: fsdp.whole(weight).flatten().double().norm().item() for key, weight in model.named_parameters()}
+        answer[name]["weights"] = settled
+    return answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [0, 1, len(SHAPES) - 1])
+def test_ranks_measure_their_parts_take_weights_from_the_first_and_gather_them_in_bfloat16(shape: int) -> None:
+    found = launch.run("tests.train.test_fsdp:in_parts", {"shape": shape}, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        model, name = lively(SHAPES[shape]), str(dtype).removeprefix("torch.")
+        told = found[name]
+        expected = accumulate_gradients(model, random_batch(4), 2, on_cpu(dtype)).loss
+        exact = dtype == torch.float32
+        assert told["loss"] == pytest.approx(expected, rel=1e-6 if exact else 3e-3)
+        assert told["gathered"] == [str(dtype)]
+        assert told["kept"] == ["torch.float32"], "gradients are added up in float32"
+        assert told["tied"] == (model.head.weight is model.embed.weight)
+        norms = Norms(model, every=1)
+        norms.before_update(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.25)
+        norms.after_update()
+        assert told["norms"][0] == told["norms"][1]
+        for key in ("weight_norm", "update_norm"):
+            assert told["norms"][0][key] == pytest.approx(norms.latest[key], rel=1e-5)
+        flow = norms.latest["gradient_flow"]
+        assert told["norms"][0]["gradient_flow"] == pytest.approx(flow, rel=1e-5 if exact else 0.05, abs=1e-6)
+        expected_weights = {key: weight.flatten().double().norm().item() for key, weight in model.named_parameters()}
+        assert told["weights"] == pytest.approx(expected_weights, rel=1e-12)
+        assert told["largest"] <= 4 + len(model.blocks), "sums alone are put together"
+
+
+def from_the_first(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which other ranks than the first have no weights before they take their parts."""
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    if not world.is_first:
+        made.model = made.model_saver.model = on_meta(made.model.config, made.model.vocab_size)  # type: ignore[attr-defined]
+    return made.run()
+
+
+@pytest.mark.slow
+def test_ranks_without_weights_begin_and_resume_as_those_with_weights(shards: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"parallelism": "fsdp", "keep_last": 20, "steps": 6}
+    run(shards, tmp_path / "with", 2, **settings)
+    task = {"shards": str(shards), "out": str(tmp_path / "without"), "settings": settings}
+    launch.run("tests.train.test_fsdp:from_the_first", task, 2)
+    assert furthest(tmp_path / "with", tmp_path / "without") == 0.0
+    resumed = stopped(tmp_path / "without", tmp_path / "resumed", 3)
+    launch.run("tests.train.test_fsdp:from_the_first", task | {"out": str(resumed)}, 2)
+    assert furthest(tmp_path / "with", resumed) == 0.0

@@ -1,10 +1,12 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.model.kernels import cpu
 from bloomery.train import loss
 from bloomery.train.loss import chunk_tokens, token_losses
 
@@ -176,3 +178,60 @@ def test_the_scores_of_all_tokens_never_exist_at_once() -> None:
         token_loss(hidden, weight, targets)
     assert max(sizes) == max(C * V, n * D)
     assert max(sizes) < n * V
+
+
+@pytest.fixture
+def elsewhere(few: None) -> Iterator[None]:
+    """As on a GPU, with chunks of 256 tokens."""
+    token = cpu.ELSEWHERE.set(True)
+    with loss.chunks_of(4 * V * 300):
+        yield
+    cpu.ELSEWHERE.reset(token)
+
+
+@pytest.mark.parametrize("n", [0, 1, 255, 256, 700])
+@pytest.mark.parametrize("z_loss", [0.0, 0.03])
+@pytest.mark.usefixtures("elsewhere")
+def test_a_vocabulary_that_is_padded_for_a_gpu_changes_neither_the_loss_nor_its_gradients(
+    n: int, z_loss: float
+) -> None:
+    tensors = inputs(n, dtype=torch.bfloat16)
+    hidden, weight = (one.detach().double().requires_grad_() for one in tensors[:2])
+    expected = values(partial(reference, z_loss=z_loss), hidden, weight, tensors[2])
+    found = values(partial(token_loss, z_loss=z_loss), *tensors)
+    assert_close(found, expected, 0.01)
+    assert found[2].shape == (V, D)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_no_matmul_of_the_head_has_an_odd_side_on_a_gpu() -> None:
+    class Sides(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.sides = set[int]()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ == "mm":
+                self.sides |= {args[0].shape[0], args[0].shape[1], args[1].shape[1]}
+            return output
+
+    hidden, weight, targets = inputs(512, dtype=torch.bfloat16)
+    with Sides() as seen:
+        torch.autograd.backward(token_loss(hidden, weight, targets))
+    assert seen.sides == {D, 64, 256}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_chunks_on_a_gpu_are_whole_tiles_and_gradients_of_a_short_head_are_summed_in_float32() -> None:
+    assert chunk_tokens(V, processor=False) == 256
+    assert chunk_tokens(V) == C
+    hidden, weight, targets = inputs(2048, dtype=torch.bfloat16)
+    short = weight.detach().bfloat16().requires_grad_()
+    torch.autograd.backward(token_loss(hidden, short, targets))
+    exact = values(
+        reference, hidden.detach().double().requires_grad_(), short.detach().double().requires_grad_(), targets
+    )
+    assert short.grad is not None
+    assert short.grad.dtype == torch.bfloat16
+    assert float((short.grad.double() - exact[2]).abs().max()) < 0.01 * float(exact[2].abs().max())

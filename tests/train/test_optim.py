@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from bloomery.core import native
 from bloomery.core.errors import CheckpointError
+from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
+from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
+from bloomery.train import fsdp, launch, optim
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
 from bloomery.train.fused_adamw import LIBRARY, ScaledAdamW, total_norm
 from bloomery.train.optim import (
@@ -537,3 +540,62 @@ def test_what_is_orthogonalized_has_singular_values_near_one_and_the_same_sides(
     assert bool((diagonal[values > 0.05 * values[:, :1]] > 0.5).all())
     assert bool((diagonal < 1.3).all())
     assert float((kept - torch.diag_embed(diagonal)).abs().max()) < (0.1 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_a_state_is_taken_over_without_a_copy_only_where_that_is_asked_for() -> None:
+    model = lively(SHAPES[0])
+    optimizers = Optimizers(model, AdamW())
+    model(torch.zeros((1, 4), dtype=torch.int64)).sum().backward()
+    optimizers.step()
+    saved = {name: tensor.clone() for name, tensor in optimizers.state().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in saved.items()}
+    optimizers.restore(saved)
+    assert all(tensor.data_ptr() != addresses[name] for name, tensor in optimizers.state().items())
+    optimizers.restore(saved, take_over=True)
+    assert {name: tensor.data_ptr() for name, tensor in optimizers.state().items()} == addresses
+
+
+def muon_stepped(model: Transformer, world: World) -> dict[str, list[float]]:
+    """All weights after two steps of Muon with the same gradients on every rank, with matmuls in float32."""
+    optimizers = Optimizers(model, Muon(muon_lr=0.05), torch.float32, world=world)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.grad = fsdp.like(weight, torch.randn(weight.shape, generator=generator))
+        optimizers.step()
+    return {name: fsdp.whole(weight).flatten().tolist() for name, weight in model.named_parameters()}
+
+
+def stepped_together(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """As on GPUs: matrices in batches of about three, dealt out to ranks that hold all weights or parts of them."""
+    optim.WIDE_BATCH_NUMBERS = 3 * 16 * 16
+    model = lively(SHAPES[1])
+    if task["parts"]:
+        fsdp.shard(model, world, on_cpu().device)
+    token = cpu.ELSEWHERE.set(True)
+    weights = muon_stepped(model, world)
+    cpu.ELSEWHERE.reset(token)
+    return {"weights": world.gather(weights)}
+
+
+def furthest(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
+    return max(float((torch.tensor(one[name]) - torch.tensor(other[name])).abs().max()) for name in one)
+
+
+def test_muon_in_large_batches_is_muon_in_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = muon_stepped(lively(SHAPES[1]), World.alone())
+    for numbers in (1, 3 * 16 * 16, 2**25):
+        monkeypatch.setattr(optim, "WIDE_BATCH_NUMBERS", numbers)
+        token = cpu.ELSEWHERE.set(True)
+        assert furthest(expected, muon_stepped(lively(SHAPES[1]), World.alone())) < 1e-5
+        cpu.ELSEWHERE.reset(token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_the_work_of_muon_end_with_what_one_computes(ranks: int, parts: bool) -> None:
+    expected = muon_stepped(lively(SHAPES[1]), World.alone())
+    found = launch.run("tests.train.test_optim:stepped_together", {"parts": parts}, ranks)["weights"]
+    assert all(one == found[0] for one in found)
+    assert furthest(expected, found[0]) < 1e-5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train import fsdp
+from bloomery.train import fsdp, step
 from bloomery.train.config import AdamW, Muon
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import Hook, Hooks, SkippedStep, SpikeGuard, State
@@ -287,3 +287,29 @@ def test_a_step_of_many_micro_batches_is_left_half_way() -> None:
         run(model, repeat(random_batch(10)), state, steps=9, micro_batch=2, stop=stop)
     assert (state.step, state.samples, len(seen)) == (0, 0, 3)
     assert same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_goes_to_a_device_in_one_copy_is_what_a_cpu_computes_with(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for a GPU; its numbers are looked at where they are packed."""
+    batch, copies = random_batch(rows), list[tuple[Tensor, bool]]()
+    plain = Tensor.to
+
+    def to(self: Tensor, device: Any, non_blocking: bool = False) -> Tensor:
+        copies.append((self, non_blocking))
+        return self
+
+    here = step.placed(batch, torch.device("cpu"))
+    monkeypatch.setattr(Tensor, "to", to)
+    there = step.placed(batch, torch.device("meta"))
+    monkeypatch.setattr(Tensor, "to", plain)
+    ((packed, non_blocking),) = copies
+    assert non_blocking
+    assert packed.dtype == torch.int32
+    for name, mine, theirs in zip(here._fields, here, there, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs), name
+        assert mine.dtype == theirs.dtype == torch.int64, name

@@ -256,6 +256,21 @@ def test_weights_are_read_into_a_model_where_it_is(tmp_path: Path) -> None:
             assert torch.equal(other.state_dict()[name], weight), name
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_read_without_numbers_where_another_rank_will_tell_them(tmp_path: Path, tied: bool) -> None:
+    model = saved(tmp_path, 0)
+    hf.save(
+        tmp_path, lively(model.config.model_copy(update={"tie_embeddings": tied}), 3, VOCAB), RENDERER, LINEAGE_OF_CHAT
+    )
+    whole, empty = hf.load(tmp_path), hf.load(tmp_path, "meta")
+    assert empty.model.config == whole.model.config
+    shapes = {name: weight.shape for name, weight in whole.model.named_parameters()}
+    assert {name: weight.shape for name, weight in empty.model.named_parameters()} == shapes
+    assert all(weight.is_meta for weight in empty.model.parameters())
+    assert (empty.model.head.weight is empty.model.embed.weight) == tied
+    assert empty.tokenizer.hash == whole.tokenizer.hash
+
+
 @pytest.mark.parametrize("field", ["tokenizer", "template", "shards", "base"])
 def test_weights_that_were_made_from_something_else_are_not_gone_on_with(tmp_path: Path, field: str) -> None:
     model = saved(tmp_path / "000000003", 0)

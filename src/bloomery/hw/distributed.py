@@ -11,7 +11,7 @@ If a rank is lost, the others notice at the next exchange and raise a RunError.
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -82,6 +82,30 @@ class World:
                     dist.all_reduce(moved, group=self.group)
                     tensor.copy_(moved)
         return tensor
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """As `sum`, which continues while the caller computes. Returns what waits for it."""
+        if self.size == 1 or tensor.device.type not in _spoken():
+            self.sum(tensor)
+            return lambda: None
+        with _together("sum"):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def wait() -> None:
+            with _together("sum"):
+                work.wait()
+
+        return wait
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """What every rank has, by rank, on every rank: tensors of one shape, on a device that ranks speak from."""
+        if self.size == 1:
+            return tensor[None]
+        count, *rest = tensor.shape
+        gathered = torch.empty((self.size * count, *rest), dtype=tensor.dtype, device=tensor.device)
+        with _together("gather"):
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        return gathered.view(self.size, count, *rest)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

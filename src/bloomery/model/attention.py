@@ -105,6 +105,8 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
     Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory. So have
     long rows that no causal kernel takes, whose attention weights PyTorch would write out.
     """
+    if not torch.compiler.is_compiling() and (elsewhere := cpu.ATTENTION_ELSEWHERE.get()) is not None:
+        return elsewhere(q, k, v, mask)
     if q.device.type == "cpu" and (torch.compiler.is_compiling() or not cpu.ELSEWHERE.get()):
         if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)
@@ -484,7 +486,8 @@ class DifferentialAttention(Attention):
         return normed
 
     def _lambda(self) -> Float[Tensor, ""]:
-        first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
+        pairs = ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        first, second = ((q.float() * k.float()).sum() for q, k in pairs)
         return torch.exp(first) - torch.exp(second) + self.lambda_start
 
 

@@ -42,8 +42,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 0.0 if plus_one else 1.0)) if weights else None
 
     def gain(self) -> Float[Tensor, " D"] | None:
-        """g; None for 1."""
-        return self.weight if self.weight is None or not self.plus_one else 1.0 + self.weight.float()
+        """g, in float32; None for 1."""
+        if self.weight is None:
+            return None
+        weight = self.weight.float()  # ranks may have gathered it in a short format
+        return 1.0 + weight if self.plus_one else weight
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
         gain = self.gain()
@@ -70,10 +73,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
-        full = x.float()
-        if (dtype := _computed(full)) in cpu.KINDS and cpu.ready(full, *self.parameters()):
-            return cpu.layer_norm(full, self.weight, self.bias, self.eps, dtype)
-        return _as_computed(F.layer_norm(full, (self.width,), self.weight, self.bias, self.eps))
+        full, dtype = x.float(), _computed(x)
+        weight, bias = (None if one is None else one.float() for one in (self.weight, self.bias))
+        if dtype in cpu.KINDS and cpu.ready(full, *(one for one in (weight, bias) if one is not None)):
+            return cpu.layer_norm(full, weight, bias, self.eps, dtype)
+        return _as_computed(F.layer_norm(full, (self.width,), weight, bias, self.eps))
 
 
 def _computed(x: Tensor) -> torch.dtype:

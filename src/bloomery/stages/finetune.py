@@ -22,7 +22,7 @@ from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Rende
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.config import Adapters
-from bloomery.train.plan.memory import rows_per_step
+from bloomery.train.plan.memory import check_shard, rows_per_step
 from bloomery.train.progress import KeptWeights
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
@@ -43,12 +43,14 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     devices.keep_freed_memory()
     folder, start = inputs["instruct"], model_of(config, inputs)
     config = in_known_format(config, start)
+    waits = not world.is_first and check_shard(config, world.size, adapters=config.lora is not None)
+    device = "meta" if waits else "cpu"  # a rank that will hold parts hears the weights from the first
     rows = format.read(format.names(folder, "train")[0]).index
     if config.start_from is None:
-        base = hf.load(start, dtype=config.weight_dtype, base=base_dtype(config))
+        base = hf.load(start, device, dtype=config.weight_dtype, base=base_dtype(config))
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
-        base = load(start, rows, config)
+        base = load(start, rows, config, device)
         renderer = base.renderer
     is_stretched = stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
@@ -103,7 +105,7 @@ def in_known_format(config: T, start: Path) -> T:
     return config.model_copy(update={"lora": config.lora.model_copy(update={"base_dtype": hf.frozen_format(start)})})
 
 
-def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
+def load(start: Path, rows: Mapping[str, Any], config: Finetune, device: str = "cpu") -> Loaded:
     """
     The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
     DataError where the rows were written in another template.
@@ -112,7 +114,7 @@ def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
     lacks = template is not None and instruct.lacking(hf.language(start).tokenizer, template)
     special = special_tokens(template) if template and lacks else ()
     formats: dict[str, Any] = {"dtype": config.weight_dtype, "base": base_dtype(config)}
-    loaded = hf.load(start, **formats, special=special, template=template)
+    loaded = hf.load(start, device, **formats, special=special, template=template)
     if loaded.renderer.hash != rows["template"]:
         what = f"the rows are written in the template {rows['template'][:8]}, "
         what += f"and the model has {loaded.renderer.hash[:8]}"

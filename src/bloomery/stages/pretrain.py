@@ -12,7 +12,7 @@ from bloomery.evaluation.llmc_choices import MultipleChoiceEval
 from bloomery.hw import device as devices
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards import format
 from bloomery.shards.build import ANNEAL, TRAIN
 from bloomery.shards.loader import AnnealedDataset, PackedDataset
@@ -21,7 +21,7 @@ from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import extension, launch
-from bloomery.train.plan.memory import rows_at_once, rows_per_step
+from bloomery.train.plan.memory import check_shard, rows_at_once, rows_per_step
 from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
 from bloomery.weights import hf, locate
@@ -38,7 +38,7 @@ def train(config: Pretrain, inputs: Mapping[str, Path], out: Path, world: World)
     """What each rank does."""
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    model = start(config, tokenizer)
+    model = start(config, tokenizer, world)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context_length
     samples = course(config, folder, tokenizer.hash)
     lineage = Lineage(
@@ -112,18 +112,22 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
     return max(num_ids, hf.num_rows(locate.locate_model(folder))) if folder is not None and known else num_ids
 
 
-def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
+def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> Transformer:
     """
-    The model at the first step: initialized from the seed, or read. Raises CheckpointError where the model that is read
-    has another shape than in the recipe, or another tokenizer than the shards.
+    The model at the first step: initialized from the seed, or read. Of ranks that will hold parts of it, only the first
+    has numbers. Raises CheckpointError where the model that is read has another shape than in the recipe, or another
+    tokenizer than the shards.
     """
+    waits = not world.is_first and check_shard(config, world.size)
     if config.start_from is None:
+        if waits:
+            return on_meta(config.model, tokenizer.vocab_size)
         model = Transformer(config.model, tokenizer.vocab_size)
         model.initialize(config.seed)
         return model
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
     path = locate.locate_model(config.start_from.expanduser())
-    loaded = hf.load(path, dtype=config.weight_dtype, special=special)
+    loaded = hf.load(path, dtype=config.weight_dtype, device="meta" if waits else "cpu", special=special)
     where, shape = str(config.start_from), loaded.model.config
     if loaded.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"

@@ -65,8 +65,11 @@ class ModelSaver(Protocol):
         """What writes a copy that training does not change, and its bytes. All ranks call it; the first writes."""
         ...
 
-    def fill(self, folder: Path) -> None:
-        """Take it up from a folder. Raises CheckpointError where that was made from something else."""
+    def fill(self, folder: Path, world: World) -> None:
+        """
+        Take it up from a folder. All ranks call it; of a sharded model only the first reads. Raises CheckpointError
+        where the folder was made from something else.
+        """
         ...
 
 
@@ -121,6 +124,10 @@ def tell(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         info(f"  {difference}: what follows may differ in the last bits from an undisturbed run", style="yellow")
 
 
+COST_TIMES = 50.0
+"""Between saves that a clock begins, so that they take at most 2 % of the time."""
+
+
 @dataclass
 class Checkpoints:
     """The checkpoints of a run, in `root`. Each rank has one; what one of them calls, all call."""
@@ -141,6 +148,8 @@ class Checkpoints:
     """When, and of which step, the newest one was begun."""
     _whole: tuple[float, int] = (0.0, -1)
     """The same of the newest that is known to be whole."""
+    _cost: float = 0.0
+    """Seconds that training on a GPU waited for the last save to begin."""
     _passed_over: frozenset[int] = frozenset()
     """Steps of those that `resume` found damaged, until the first save."""
 
@@ -159,8 +168,8 @@ class Checkpoints:
         return State.restored(saved.state)
 
     def _take_up(self, saved: Checkpoint) -> None:
-        self.model_saver.fill(saved.folder)
-        self.optimizers.restore(saved.training)
+        self.model_saver.fill(saved.folder, self.world)
+        self.optimizers.restore(saved.training, take_over=True)
 
     def _place(self, name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
         """Room for what an optimizer remembers: of a weight that is spread over ranks, for this rank's part."""
@@ -212,8 +221,8 @@ class Checkpoints:
         return checkpoint.newest(self.root, before, goals=goals, left=left, world=self.world, alloc=self._place)
 
     def late(self, seconds: float) -> bool:
-        """Whether the newest one is older than that."""
-        return time.monotonic() - self._saved[0] >= seconds
+        """Whether the newest one is older than that; on a GPU, also than COST_TIMES what a save takes of training."""
+        return time.monotonic() - self._saved[0] >= max(seconds, COST_TIMES * self._cost)
 
     def wait(self, before: Callable[[], None] | None = None) -> None:
         """
@@ -240,7 +249,7 @@ class Checkpoints:
         Begin to make the state safe, or wait until it is if that was begun before. Weights that are not finite are not
         worth it. Raises RunError for what went wrong with the save before, and for what has to be done `before`.
         """
-        sharded = fsdp.is_sharded(self.model)
+        sharded, began = fsdp.is_sharded(self.model), time.monotonic()
         if not (self.world.is_first or sharded):
             return
         self.wait(before)
@@ -264,6 +273,8 @@ class Checkpoints:
             standing=RollbackInfo(goal=good, doubtful=doubtful, left=state.guard.left, passed_over=passed_over),
         )
         self._saved, self._passed_over = (time.monotonic(), state.step), frozenset()
+        if next(self.model.parameters()).device.type != "cpu":
+            self._cost = time.monotonic() - began
 
     def rescue(self, state: State, before: Callable[[], None]) -> None:
         """
@@ -281,7 +292,7 @@ class Checkpoints:
         if trouble := checkpoint.damage(folder):
             what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
             raise CheckpointError(what, where=str(folder), hint='Leave the last weights: finetune.keep="last".')
-        self.model_saver.fill(folder)
+        self.model_saver.fill(folder, self.world)
 
     def leave_model(self, folder: Path, step: int) -> None:
         """Leave the model as it is, as that of a step, for others to read."""

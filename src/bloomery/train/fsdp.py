@@ -2,17 +2,17 @@
 Train one model on several ranks: sum gradients, shard with FSDP2, and gather full copies.
 
 Each rank computes its sequences of the global batch. Their losses are already divided by the count of the whole
-batch. So gradients are added over ranks and not averaged. This happens in float32, in buckets, once a step and
-after all its micro-batches.
+batch. So gradients are added over ranks and not averaged. This happens in float32, in buckets, once a step. On a CPU
+it comes after all micro-batches. On GPUs, buckets are summed while the backward pass of the last micro-batch computes.
 
 A sharded model (FSDP2, torch.distributed.fsdp.fully_shard) lies in pieces. Each rank holds its part of every
-weight, gradient and optimizer number. A group of weights is gathered when its module is needed. After every
-micro-batch, its gradients are added up by the ranks that keep them. RULES says what belongs together. The model
-itself knows nothing of it.
+weight, gradient and optimizer number. A group of weights is gathered when its module is needed: on GPUs in the format
+of matmuls, on CPUs in float32. After every micro-batch, its gradients are added up in float32 by the ranks that keep
+them. RULES says what belongs together. The model itself knows nothing of it.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer, on_meta
@@ -31,8 +32,8 @@ from bloomery.train.fused_adamw import total_norm
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 RULES = (
     (r"(blocks\.\d+)\..+", 0),
@@ -54,22 +55,104 @@ def peak(device: Device, world: World) -> float:
 
 
 def sum_gradients(model: nn.Module, world: World) -> None:
+    """Give every weight the sum of its gradients on all ranks: see `GradientSums`."""
+    with GradientSums(model, world) as sums:
+        sums.finish()
+
+
+class GradientSums:
     """
     Give every weight the sum of its gradients on all ranks, the same bits on each.
 
-    A rank without rows has no gradients, and adds nothing. What no rank has a gradient of stays without.
+    A rank without rows has no gradients, and adds nothing. What no rank has a gradient of stays without. Overlapped
+    sums begin within a backward pass, for each bucket as soon as its gradients are there, from the last layer on. All
+    ranks begin them in the same order.
     """
-    if world.size == 1 or is_sharded(model):
-        return
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    grad_counts = world.sum(torch.tensor([float(weight.grad is not None) for weight in weights]))
-    with_grad = [weight for weight, count in zip(weights, grad_counts.tolist(), strict=True) if count]
-    for bucket in _buckets(with_grad):
+
+    def __init__(self, model: nn.Module, world: World, *, overlapped: bool = False) -> None:
+        """A context. With one rank, or a sharded model, it does nothing."""
+        self._world, self._idle = world, world.size == 1 or is_sharded(model)
+        self._weights = [] if self._idle else [weight for weight in model.parameters() if weight.requires_grad]
+        self._overlapped = overlapped and not self._idle
+        self._buckets = list(_buckets(self._weights[::-1])) if self._overlapped else []
+        self._begun: list[tuple[Tensor, Any]] = []
+        """Of each bucket in transfer: its numbers and flags, and what waits for them."""
+        self._open: list[set[nn.Parameter]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "GradientSums":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def begin(self) -> None:
+        """The next backward pass is the last one: its gradients are final."""
+        if not self._overlapped:
+            return
+        self._open = [set(bucket) for bucket in self._buckets]
+        bucket_of = {weight: number for number, bucket in enumerate(self._buckets) for weight in bucket}
+
+        def done(weight: nn.Parameter) -> None:
+            self._open[bucket_of[weight]].discard(weight)
+            while len(self._begun) < len(self._buckets) and not self._open[len(self._begun)]:
+                self._send(failed=False)
+
+        self._hooks = [weight.register_post_accumulate_grad_hook(done) for weight in self._weights]  # type: ignore[no-untyped-call]
+
+    def finish(self, failed: bool = False) -> bool:
+        """Wait for the sums. Returns, the same on all ranks, whether one has `failed`: then gradients are of no use."""
+        if self._idle:
+            return failed
+        if self._overlapped:
+            return self._finish_overlapped(failed)
+        flags = [float(weight.grad is not None) for weight in self._weights]
+        *grad_counts, failures = self._world.sum(torch.tensor([*flags, float(failed)])).tolist()
+        if failures:
+            return True
+        with_grad = [weight for weight, count in zip(self._weights, grad_counts, strict=True) if count]
+        for bucket in _buckets(with_grad):
+            parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+            flat = self._world.sum(torch.cat([part.flatten().float() for part in parts]))
+            _hand_back(bucket, flat)
+        return False
+
+    def _send(self, failed: bool) -> None:
+        """Begin the sum of the next bucket: its gradients, whether each is there, and whether this rank failed."""
+        bucket = self._buckets[len(self._begun)]
         parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-        flat = world.sum(torch.cat([part.flatten().float() for part in parts]))
-        sizes = [part.numel() for part in parts]
-        for weight, grad in zip(bucket, torch.split(flat, sizes), strict=True):
-            weight.grad = grad.view_as(weight).to(weight.dtype)
+        flags = torch.ones(len(bucket) + 1, device=parts[0].device)  # made there, so that the host does not wait
+        flags[-1] = float(failed)
+        for number, weight in enumerate(bucket):
+            if weight.grad is None:
+                flags[number] = 0.0
+        flat = torch.cat([*(part.flatten().float() for part in parts), flags])
+        self._begun.append((flat, self._world.begin_sum(flat)))
+
+    def _finish_overlapped(self, failed: bool) -> bool:
+        while len(self._begun) < len(self._buckets):
+            self._send(failed)
+        flags = list[Tensor]()
+        for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
+            wait()
+            flags.append(flat[-len(bucket) - 1 :])
+        counts = torch.cat(flags).tolist()  # the device is asked once
+        failures = False
+        for bucket, (flat, _) in zip(self._buckets, self._begun, strict=True):
+            of_bucket, counts = counts[: len(bucket) + 1], counts[len(bucket) + 1 :]
+            failures = failures or of_bucket[-1] > 0
+            _hand_back(bucket, flat[: -len(bucket) - 1], of_bucket)
+        self._begun = []
+        return failures
+
+
+def _hand_back(bucket: list[nn.Parameter], flat: Tensor, counts: list[float] | None = None) -> None:
+    sizes = [weight.numel() for weight in bucket]
+    for number, (weight, grad) in enumerate(zip(bucket, torch.split(flat, sizes), strict=True)):
+        has_grad = counts is None or counts[number] > 0
+        weight.grad = grad.view_as(weight).to(weight.dtype) if has_grad else None
 
 
 def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -94,10 +177,16 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     company = world if world is not None and is_sharded(model) else World.alone()
     copied: dict[str, Tensor] = {}
     lacking: Exception | None = None
-    for name, weight in weights.items():
+    at_once = [*weights.items()] if company.size == 1 else []  # else one after another, as each is put together
+    try:
+        copied |= zip(weights, devices.copied_to_host(weight for _, weight in at_once), strict=False)
+    except (MemoryError, RuntimeError) as error:
+        lacking = error
+    for name, weight in [] if at_once else weights.items():
         full_weight = whole(weight)
         try:
-            copied[name] = _copied(full_weight) if company.is_first and lacking is None else full_weight.to("meta")
+            keeps = company.is_first and lacking is None
+            copied[name] = devices.copied_to_host([full_weight])[0] if keeps else full_weight.to("meta")
         except (MemoryError, RuntimeError) as error:
             lacking = error
     with company.alike():
@@ -106,10 +195,6 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     twin = on_meta(model.config, model.vocab_size)
     twin.load_state_dict(copied, assign=True)
     return twin
-
-
-def _copied(weight: Tensor) -> Tensor:
-    return weight.detach().to("cpu", copy=True)
 
 
 @contextmanager
@@ -141,23 +226,60 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
     return by_module
 
 
-def shard(model: Transformer, world: World, device: Device, mesh: DeviceMesh | None = None) -> None:
+def gathered_dtype(device: Device) -> torch.dtype:
+    """The format in which weights are gathered: that of matmuls on GPUs, which halves what ranks send each other."""
+    return device.compute_dtype if device.is_gpu else torch.float32
+
+
+def shard(
+    model: Transformer,
+    world: World,
+    device: Device,
+    mesh: DeviceMesh | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    spread: bool = False,
+) -> None:
     """
-    Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights. `mesh`
-    is one of so many ranks, where there is one already.
+    Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights. With
+    `spread`, only the first rank has weights, and hands them out one by one; those of other ranks may be on the meta
+    device. `mesh` is one of so many ranks, where there is one already. `dtype` is that of gathered weights, by default
+    `gathered_dtype`.
     """
     mesh = mesh or init_device_mesh(device.torch_device.type, (world.size,))
+    full = {name: weight.detach() for name, weight in model.named_parameters()} if spread and world.is_first else None
+    if spread:
+        _without_numbers(model)
+    dtype = dtype or gathered_dtype(device)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy: dict[str, Any] = {} if dtype == torch.float32 else {"mp_policy": mixed}
     names = {weight: name for name, weight in model.named_parameters()}
 
     def placed(weight: nn.Parameter) -> Shard:
         return Shard(next(axis for pattern, axis in RULES if re.fullmatch(pattern, names[weight])))
 
     for name in sorted(groups(model), reverse=True):  # the model itself comes last, and takes what is left
-        module: Any = fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placed)
+        module: Any = fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placed, **policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for method in ("extend", "logits"):
         register_fsdp_forward_method(model, method)
+    if spread:
+        buffers = {name: buffer.to(device.torch_device) for name, buffer in model.named_buffers()}
+        model.to_empty(device=device.torch_device)
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
+        take(model, full)
+
+
+def _without_numbers(model: nn.Module) -> None:
+    """Put weights on the meta device, where a weight of two modules stays one weight."""
+    on_meta_device: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+                module._parameters[name] = on_meta_device.setdefault(weight, empty)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -185,14 +307,41 @@ def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take(model: Transformer, full_model: Transformer) -> None:
-    """Give a sharded model the weights of a whole one that every rank has."""
-    weights: dict[str, Tensor] = full_model.state_dict()
+def take(model: Transformer, full_weights: Mapping[str, Tensor] | None) -> None:
+    """
+    Give a sharded model weights that the first rank has, and the others have not: they give None. Weight by weight, so
+    that beyond its part no rank holds more than one whole weight. All ranks call it.
+    """
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor)
-        local_shard = like(weight, weights[name].to(weight.device))
+        own = weight.to_local()
+        if full_weights is None:
+            full_weight = torch.empty(weight.shape, dtype=weight.dtype, device=own.device)
+        else:
+            full_weight = full_weights[name].to(own.device, weight.dtype).contiguous()
+        torch.distributed.broadcast(full_weight, group=weight.device_mesh.get_group(), group_src=0)
+        local_shard = like(weight, full_weight)
         assert isinstance(local_shard, DTensor)
-        weight.to_local().copy_(local_shard.to_local())
+        own.copy_(local_shard.to_local())
+
+
+@torch.no_grad()
+def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """
+    The sum of squares of each group of tensors, in float32. Of tensors in parts, each rank adds up its own numbers, and
+    the sums of all groups go to the others at once. No tensor is put together.
+    """
+    own = [[torch.linalg.vector_norm(local(one), dtype=torch.float32).square() for one in group] for group in groups]
+    sums = torch.stack([torch.stack(squares).sum() for squares in own])
+    tensors = [tensor for group in groups for tensor in group if isinstance(tensor, DTensor)]
+    return over_ranks(sums, tensors[0]) if tensors else sums
+
+
+def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:
+    """The sum of what the ranks say that hold the parts of a tensor; `numbers` itself for a tensor without parts."""
+    if not isinstance(of, DTensor):
+        return numbers
+    return DTensor.from_local(numbers, of.device_mesh, [Partial()] * of.device_mesh.ndim).full_tensor()
 
 
 def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
@@ -215,7 +364,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def is_finite(model: nn.Module, world: World) -> bool:
     """Whether all weights are, on all ranks."""
-    own = all(bool(torch.isfinite(local(weight)).all()) for weight in model.parameters())
+    own = bool(torch.stack([torch.isfinite(local(weight)).all() for weight in model.parameters()]).all())
     return not world.any(not own) if is_sharded(model) else own
 
 

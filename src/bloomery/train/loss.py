@@ -1,9 +1,15 @@
 """
 Cross entropy without the logits: the largest tensor of a small model with a large vocabulary never exists whole.
 
+On GPUs, matmuls in a short format see a vocabulary that is a multiple of ALIGNED_ROWS. Tensor cores want rows that
+start at multiples of 16 bytes. Rows beyond the vocabulary are zeros with logits of −∞.
+
 Letters used for shapes: N supervised tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -16,14 +22,46 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**27
 """Bytes of float32 logits that exist at once. Smaller chunks read the head's weights more often."""
+CHUNK_BYTES_THERE: ContextVar[int | None] = ContextVar("chunk_bytes_there", default=None)
+"""The same on a device that is no CPU: see `chunks_of`."""
+ALIGNED_ROWS, TILE_TOKENS = 64, 256
+"""Of the head's matrix on GPUs, and of chunks there: multiples of what a kernel computes at once."""
 
 PIECE, FEWEST_ROWS = 512, 16
 """Of a vocabulary, that is summed up by itself; and of a matrix that is multiplied as a matrix, with room to spare."""
 
 
-def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens have their logits in memory at once."""
-    return max(1, CHUNK_BYTES // (4 * vocab_size))
+@contextmanager
+def chunks_of(size_bytes: int) -> Iterator[None]:
+    """Within, chunks of that many bytes of float32 logits on devices that are no CPU."""
+    token = CHUNK_BYTES_THERE.set(size_bytes)
+    try:
+        yield
+    finally:
+        CHUNK_BYTES_THERE.reset(token)
+
+
+def chunk_tokens(vocab_size: int, *, processor: bool = True) -> int:
+    """How many tokens have their logits in memory at once, on a CPU or elsewhere."""
+    there = None if processor else CHUNK_BYTES_THERE.get()
+    tokens = max(1, (CHUNK_BYTES if there is None else there) // (4 * vocab_size))
+    return tokens if there is None or tokens < TILE_TOKENS else tokens // TILE_TOKENS * TILE_TOKENS
+
+
+def on_processor(tensor: Tensor) -> bool:
+    """Whether a CPU computes with it, or would where another device is only traced."""
+    return tensor.device.type == "cpu" and not cpu.ELSEWHERE.get()
+
+
+def padded_table(weight: Float[Tensor, "V D"], dtype: torch.dtype) -> Float[Tensor, "P D"]:
+    """The head's matrix in a format, with zeros up to a multiple of ALIGNED_ROWS where the format is short."""
+    extra = -len(weight) % ALIGNED_ROWS
+    if dtype == torch.float32 or not extra:
+        return weight.to(dtype)
+    table = torch.empty((len(weight) + extra, weight.shape[1]), dtype=dtype, device=weight.device)
+    table[: len(weight)].copy_(weight.detach())
+    table[len(weight) :].zero_()
+    return table
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -39,15 +77,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, with_grads: bool
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        tiles = cpu.matmul_ready(hidden, weight)
-        learns = context.needs_input_grad[1]
-        table = weight if tiles else weight.to(hidden.dtype)
+        tiles, here = cpu.matmul_ready(hidden, weight), on_processor(hidden)
+        learns, vocab_size = context.needs_input_grad[1], len(weight)
+        table = weight if tiles else weight.to(hidden.dtype) if here else padded_table(weight, hidden.dtype)
         grad_hidden = hidden.new_empty(hidden.shape) if with_grads else None
         grad_weight: Tensor | None = None
-        size = chunk_tokens(len(weight))
+        size = chunk_tokens(vocab_size, processor=here)
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
-            sums, grad = chunk(_logits(hidden[piece], table, tiles), targets[piece], z_loss, share, with_grads)
+            logits = _logits(hidden[piece], table, tiles)
+            if len(table) > vocab_size:
+                logits[:, vocab_size:] = -torch.inf
+            sums, grad = chunk(logits, targets[piece], z_loss, share, with_grads)
             totals += sums
             if grad is None or grad_hidden is None:
                 continue
@@ -61,11 +102,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[piece] = over_the_vocabulary(grad, table)
             if not learns:
                 continue  # the head is frozen
-            chunk_grad = grad.t() @ hidden[piece]
-            grad_weight = chunk_grad.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_grad)
+            chunk_grad = (grad.t() @ hidden[piece])[:vocab_size]
+            kind = (
+                weight.dtype if here else torch.float32
+            )  # where ranks gather weights in a short format, they are short
+            grad_weight = chunk_grad.to(kind) if grad_weight is None else grad_weight.add_(chunk_grad)
         if with_grads:
             if grad_weight is None and learns:
                 grad_weight = torch.zeros_like(weight)
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             context.grads = grad_hidden, grad_weight
         entropy = totals[0].clone()
         context.mark_non_differentiable(entropy)

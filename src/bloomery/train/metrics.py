@@ -27,7 +27,7 @@ All destinations share one file because each gets the same records.
 
 Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up. A
 copy of all weights would need their memory once more. So the update norm is exact for small weights, and an
-estimate for large weights.
+estimate for large weights. Ranks that hold parts of weights each measure their parts, and send each other only sums.
 """
 
 import math
@@ -36,7 +36,7 @@ import platform
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -48,11 +48,12 @@ from bloomery.core.io import disk_errors, whole_file
 from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.hw.device import Device
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
-from bloomery.train.fsdp import whole
+from bloomery.train.fsdp import local, over_ranks, square_sums
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 SAMPLED = 2**15
 
@@ -82,22 +83,20 @@ class Norms:
             return
         pairs = zip(self._seen(), self._before, strict=True)
         changed = torch.stack([scale * (seen - before).float().square().sum() for (seen, scale), before in pairs])
-        weights = torch.stack(
-            torch._foreach_norm([whole(one) for one in self._model.parameters() if one.requires_grad])
-        )
+        weights = [weight for weight in self._model.parameters() if weight.requires_grad]
         self._before = []
         self.latest = {
-            "weight_norm": float(weights.norm()),
-            "update_norm": float(changed.sum().sqrt()),
+            "weight_norm": norms_of([weights])[0],
+            "update_norm": float(over_ranks(changed.sum(), weights[0]).sqrt()),
             "gradient_flow": self._flow,
         }
 
     def _seen(self) -> Iterator[tuple[Tensor, float]]:
-        """Some numbers of each weight that is trained, and for how many each of them stands."""
+        """Some numbers of each weight that is trained, or of its part, and for how many each of them stands."""
         for weight in self._model.parameters():
             if weight.requires_grad:
-                flat = whole(weight).flatten()
-                seen = flat[:: max(1, len(flat) // SAMPLED)]
+                flat = local(weight).flatten()
+                seen = flat[:: max(1, weight.numel() // SAMPLED)]
                 yield seen, len(flat) / max(1, len(seen))
 
 
@@ -107,8 +106,16 @@ def by_layer(model: nn.Module) -> dict[str, float]:
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             parts = name.split(".")
-            layers.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(whole(weight.grad))
-    return {name: float(torch.stack(torch._foreach_norm(grads)).norm()) for name, grads in layers.items()}
+            layers.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(weight.grad)
+    return dict(zip(layers, norms_of(list(layers.values())), strict=True))
+
+
+def norms_of(groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The norm of all numbers of each group of tensors. Ranks that hold parts hear the sums of the others."""
+    if any(isinstance(tensor, DTensor) for group in groups for tensor in group):
+        norms: list[float] = square_sums(groups).sqrt().tolist()
+        return norms
+    return [float(torch.stack(torch._foreach_norm([one.detach() for one in group])).norm()) for group in groups]
 
 
 SHOWN_SAMPLES = 8

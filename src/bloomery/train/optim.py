@@ -23,22 +23,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
 from bloomery.core.hashing import stable_hash
+from bloomery.hw.distributed import World
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
-from bloomery.train.fsdp import like, whole
+from bloomery.train.fsdp import like, local, whole
 from bloomery.train.fused_adamw import ScaledAdamW
+from bloomery.train.loss import on_processor
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
-BATCH_NUMBERS = 2**21
-"""Numbers of the matrices that are orthogonalized together: so many stay in a CPU's cache."""
+BATCH_NUMBERS, WIDE_BATCH_NUMBERS = 2**21, 2**25
+"""Numbers of the matrices that are orthogonalized together: so many stay in a CPU's cache, and so many fill a GPU."""
 
 
 SeedOf = Callable[[Tensor], int]
@@ -90,18 +94,79 @@ class BatchedMuon(torch.optim.Muon):
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the second s is that of Liu et al. 2025,
     https://arxiv.org/abs/2502.16982. Products are made in `dtype`: where a device has no units for bfloat16, float32
-    is faster there. Of weights that are spread over ranks, each rank puts the matrices together and keeps its part.
+    is faster there. On a CPU, of weights that are spread over ranks, each rank puts the matrices together and keeps its
+    part. On GPUs, batches are larger, and their matrices are dealt out: each rank orthogonalizes its share, and sends
+    the results to the others.
     """
 
-    def __init__(self, weights: Any, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+    def __init__(
+        self, weights: Any, *, dtype: torch.dtype = torch.bfloat16, world: World | None = None, **settings: Any
+    ) -> None:
+        """`world`: the ranks that share the work on GPUs."""
         super().__init__(weights, **settings)
-        self._dtype, self.seed_of = dtype, _seed_zero
+        self._dtype, self.seed_of, self._world = dtype, _seed_zero, world or World.alone()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for group in self.param_groups:
-                for weights in _batches([weight for weight in group["params"] if weight.grad is not None]):
-                    self._change(weights, group)
+                weights = [weight for weight in group["params"] if weight.grad is not None]
+                if weights and self._fills_a_gpu(weights):
+                    for batch in _batches(weights, WIDE_BATCH_NUMBERS * self._world.size):
+                        self._change_together(batch, group)
+                    continue
+                for batch in _batches(weights, BATCH_NUMBERS):
+                    self._change(batch, group)
+
+    def _fills_a_gpu(self, weights: list[Tensor]) -> bool:
+        in_parts = any(isinstance(weight, DTensor) for weight in weights)
+        return not on_processor(weights[0]) and (self._world.size > 1 or not in_parts)
+
+    def _change_together(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """
+        As `_change`, in few large operations. Of n matrices, rank r orthogonalizes n / ranks, from number r · n / ranks
+        on. Ranks that hold rows of each matrix first send each other all rows, in the format of matmuls.
+        """
+        world, (rows, columns) = self._world, weights[0].shape
+        own, grads = [local(weight) for weight in weights], [local(_gradient(one)).float() for one in weights]
+        for weight in weights:
+            if "momentum_buffer" not in self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
+        means = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
+        torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        ahead = list(torch._foreach_lerp(grads, means, group["momentum"])) if group["nesterov"] else means
+        del grads
+        share = -(-len(weights) // world.size)
+        first = world.rank * share
+        begin, height = 0, rows  # of a matrix, the rows that this rank holds
+        if isinstance(weights[0], DTensor):
+            height = -(-rows // world.size)
+            begin = world.rank * height
+            rows_here = torch.zeros((len(weights), height, columns), dtype=self._dtype, device=own[0].device)
+            for slot, shard in zip(rows_here, ahead, strict=True):
+                slot[: len(shard)].copy_(shard)
+            gathered = world.all_gather(rows_here)[:, first : first + share]
+            matrices = gathered.transpose(0, 1).flatten(1, 2)[:, :rows]
+        else:
+            matrices = torch.empty(
+                (len(ahead[first : first + share]), rows, columns), dtype=self._dtype, device=own[0].device
+            )
+            for slot, shard in zip(matrices, ahead[first : first + share], strict=True):
+                slot.copy_(shard)
+        wide = matrices if rows <= columns else matrices.mT
+        directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        directions = directions if rows <= columns else directions.mT
+        if world.size > 1:
+            shares = torch.zeros((share, rows, columns), dtype=self._dtype, device=own[0].device)
+            shares[: len(directions)] = directions
+            directions = world.all_gather(shares).flatten(0, 1)[: len(weights)]
+        rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
+        for weight, shard, direction in zip(weights, own, directions, strict=True):
+            with updatable(shard, partial(self._seed_of_whole, weight)) as numbers:
+                numbers.mul_(1 - group["lr"] * group["weight_decay"])
+                numbers.add_(direction[begin : begin + len(shard)], alpha=-rate)
+
+    def _seed_of_whole(self, weight: Tensor, shard: Tensor) -> int:
+        return self.seed_of(weight)
 
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape
@@ -145,13 +210,18 @@ def _scale(rows: int, columns: int, kind: str | None) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Weights of one shape and device, as many at a time as BATCH_NUMBERS allow, in an order that does not change."""
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _batches(weights: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
+    """Weights of one shape and device, so many numbers at a time, in an order that does not change."""
     alike: dict[Any, list[Tensor]] = {}
     for weight in weights:
         alike.setdefault((weight.shape, weight.device), []).append(weight)
     for same in alike.values():
-        size = max(1, BATCH_NUMBERS // same[0].numel())
+        size = max(1, numbers // same[0].numel())
         yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
@@ -382,12 +452,21 @@ class Optimizers:
     """One or two torch optimizers that together own every weight of a model that is trained, each weight once."""
 
     def __init__(
-        self, model: nn.Module, config: Optimizer, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0
+        self,
+        model: nn.Module,
+        config: Optimizer,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        seed: int = 0,
+        world: World | None = None,
     ) -> None:
-        """`dtype` is the format of Muon's matmuls, `seed` that of the rounding of weights in bfloat16."""
+        """
+        `dtype` is the format of Muon's matmuls, and `seed` that of the rounding of weights in bfloat16. The ranks of
+        `world` share Muon's work on GPUs.
+        """
         self._seed = seed
         self._names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-        self.parts = _parts(Kinds.of(model), config, dtype)
+        self.parts = _parts(Kinds.of(model), config, dtype, world or World.alone())
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
 
     def set_share(self, value: float) -> float:
@@ -429,9 +508,10 @@ class Optimizers:
             for key, value in optimizer.state[weight].items()
         }
 
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
+    def restore(self, saved: Mapping[str, Tensor], *, take_over: bool = False) -> None:
         """
-        Take up a state made by `state`; an empty one is that of before the first step.
+        Take up a state made by `state`; an empty one is that of before the first step. With `take_over`, tensors that
+        are where they are needed are not copied: they belong to the optimizers then.
 
         Raises CheckpointError, and changes nothing, for one that misses a weight or is of another model or optimizer.
         """
@@ -459,7 +539,7 @@ class Optimizers:
             # Counts of steps stay where the optimizer made them: AdamW's fused one with the weight, others on the host.
             here = weight.device if key != "step" or isinstance(optimizer, torch.optim.AdamW) else torch.device("cpu")
             kept: dict[str, Any] = optimizer.state[weight]
-            kept[key] = value.to(device=here, copy=True)
+            kept[key] = value.to(device=here, copy=not take_over)
 
     def _refuse(self, paths: list[str], what: str) -> None:
         if paths:
@@ -477,7 +557,7 @@ class Optimizers:
                     yield optimizer, weight
 
 
-def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype, world: World) -> list[torch.optim.Optimizer]:
     lr, betas = config.learning_rate, (config.beta1, config.beta2)
     matrices = _group(kinds.matrices, config.weight_decay)
     tables = _group(kinds.tables, config.weight_decay if config.decay_embeddings else 0.0)
@@ -495,7 +575,7 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
         ]
 
     if isinstance(config, Muon):
-        return [*_muon(matrices, config, dtype), *adamw(tables + vectors)]
+        return [*_muon(matrices, config, dtype, world), *adamw(tables + vectors)]
     if isinstance(config, AdEMAMix):
         return [
             AdEMAMixOptimizer(
@@ -517,7 +597,7 @@ def _group(weights: list[nn.Parameter], weight_decay: float) -> list[dict[str, A
     return [{"params": weights, "weight_decay": weight_decay}] if weights else []
 
 
-def _muon(groups: list[dict[str, Any]], config: Muon, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def _muon(groups: list[dict[str, Any]], config: Muon, dtype: torch.dtype, world: World) -> list[torch.optim.Optimizer]:
     if not groups:
         return []
     return [
@@ -528,6 +608,7 @@ def _muon(groups: list[dict[str, Any]], config: Muon, dtype: torch.dtype) -> lis
             ns_steps=config.newton_schulz_steps,
             adjust_lr_fn=config.scaling,
             dtype=dtype,
+            world=world,
         )
     ]
 

@@ -131,6 +131,7 @@ class Precision:
         # Not opened yet: trials of kernels are other processes, and some drivers let in one at a time.
         kernel_selection.select_kernels(device, keep=out / KERNELS if config.deterministic else None)
         device.open()
+        devices.expand_segments(device)
         precision = cls.decide(config.compute_dtype, device)
         info(f"  computes in {precision.why}")
         if config.deterministic:

@@ -7,12 +7,14 @@ from typing import ClassVar
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp
 from bloomery.train.checkpointing import Write
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
+
+from torch import Tensor
 
 
 @dataclass
@@ -31,13 +33,19 @@ class FullModelSaver:
         twin = fsdp.copy_of(self.model, world)
         return FullModelSaver(twin, self.language, self.lineage).write, fsdp.weight_bytes(twin)
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path, world: World) -> None:
         if not fsdp.is_sharded(self.model):
             hf.fill(self.model, folder, self.lineage)
             return
-        twin = Transformer(self.model.config, self.model.vocab_size)
-        hf.fill(twin, folder, self.lineage)
-        fsdp.take(self.model, twin)
+        full_weights: dict[str, Tensor] | None = None
+        with world.alike():
+            if world.is_first:
+                twin = on_meta(self.model.config, self.model.vocab_size).to_empty(device="cpu")
+                if self.model.config.tie_embeddings:
+                    twin.head.weight = twin.embed.weight
+                hf.fill(twin, folder, self.lineage)
+                full_weights = dict(twin.named_parameters())
+        fsdp.take(self.model, full_weights)
 
 
 @dataclass
@@ -59,7 +67,7 @@ class AdapterSaver:
         size = sum(one.numel() * one.element_size() for one in weights.values())
         return lambda folder, step: self._write(folder, step, weights), size
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path, world: World) -> None:
         hf.fill_adapters(self.model, folder, self.lineage)
 
     def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:

@@ -129,21 +129,27 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
     """
     What `compute(rows)` gives, and with how many rows; where memory runs out, half as many.
 
-    Raises HardwareError where one row is too much, and for ranks in company, which would wait for each other.
+    Several ranks try again together, where all of them know that memory ran out on one. Raises HardwareError where one
+    row is too much, and for ranks of which one ran out where the others wait for it.
     """
     while True:
         try:
             return compute(rows), rows
         except RuntimeError as error:
-            if not devices.is_out_of_memory(error):
+            agreed = isinstance(error, AgreedOutOfMemoryError)
+            if not (agreed or devices.is_out_of_memory(error)):
                 raise
-            if rows == 1 or world.size > 1:
+            if rows == 1 or (world.size > 1 and not agreed):
                 what = f"{rows} rows at once are more than the memory holds: {str(error).splitlines()[0]}"
                 raise HardwareError(what, hint=LESS_MEMORY) from None
         model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
         devices.give_back_memory()
         rows = (rows + 1) // 2
         info(f"memory ran out: from this step on {rows} rows go through the model at once, of the same batch", "yellow")
+
+
+class AgreedOutOfMemoryError(RuntimeError):
+    """Memory ran out on at least one rank, and all ranks know it."""
 
 
 LESS_MEMORY = (
@@ -179,21 +185,37 @@ def accumulate_gradients(
     Rank r computes the sequences r, r + size, r + 2 · size, and so on. Each micro-batch adds its sum divided by the
     count of the global batch. So neither the split nor the ranks matter, and a micro-batch with few supervised tokens
     does not weigh too much. Raises Terminated between two micro-batches; several ranks first finish the step together.
+    Raises AgreedOutOfMemoryError on all ranks if memory runs out on one, unless they hold parts of the model.
     """
     world, loss_function = world or World.alone(), loss_function or CausalLMLoss()
     totals = loss_function.totals(batch)
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
-    for rows in fsdp.micro_batches(batch, micro_batch, world, model):
-        if stop is not None and world.size == 1:
-            stop.check()
-        with sparse_embedding_grad(model):
-            sums = loss_function.losses(model, rows, precision, precision.factor / count)
-            torch.autograd.backward(sums.loss)
-        total += sums.reported
-        if sums.metrics is not None:
-            metrics += sums.metrics
-    fsdp.sum_gradients(model, world)
+    parts = fsdp.micro_batches(batch, micro_batch, world, model)
+    overlapped, failure = precision.device.is_gpu, ""
+    with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
+        try:
+            for number, rows in enumerate(parts, 1):
+                if stop is not None and world.size == 1:
+                    stop.check()
+                if number == len(parts):
+                    gradient_sums.begin()
+                with sparse_embedding_grad(model):
+                    sums = loss_function.losses(model, rows, precision, precision.factor / count)
+                    torch.autograd.backward(sums.loss)
+                total += sums.reported
+                if sums.metrics is not None:
+                    metrics += sums.metrics
+                del sums
+        except RuntimeError as error:
+            if world.size == 1 or fsdp.is_sharded(model) or not devices.is_out_of_memory(error):
+                raise
+            failure = str(error).partition("\n")[0]
+        if failure:  # outside of the handler, whose error holds on to all tensors of the micro-batch
+            model.zero_grad(set_to_none=True)
+            devices.give_back_memory()
+        if gradient_sums.finish(bool(failure)):
+            raise AgreedOutOfMemoryError(failure or "memory ran out on another rank")
     precision.unscale(gradients(model))
     means = dict(totals.metrics)
     if loss_function.metrics:
@@ -233,17 +255,18 @@ def micro_batch_losses(
     model: Transformer, batch: Batch, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """What is minimized, times `scale`, and the cross entropy alone: see `token_losses`."""
-    device = precision.device.torch_device
-    whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
-    ids, positions, segments = (
-        None if array is None else torch.from_numpy(array).to(device)
-        for array in (batch.ids, batch.positions, None if whole else batch.segments)
-    )
-    assert ids is not None
+    return placed_losses(model, placed(batch, precision.device.torch_device), precision, z_loss, scale)
+
+
+def placed(batch: Batch, device: torch.device) -> "Placed":
+    """A micro-batch on a device. What depends on its numbers is found out here, without asking the device."""
+    whole = bool((batch.segments == batch.segments[:, :1]).all())
+    arrays = [batch.ids, batch.positions] if whole else [batch.ids, batch.positions, batch.segments]
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
-    placed = Placed(ids, positions, segments, supervised.to(device), flat[supervised].to(device))
-    return placed_losses(model, placed, precision, z_loss, scale)
+    numbers = [*map(torch.from_numpy, arrays), supervised, flat[supervised]]
+    ids, positions, *segments, supervised, targets = devices.staged(numbers, device)
+    return Placed(ids, positions, segments[0] if segments else None, supervised, targets)
 
 
 class Placed(NamedTuple):
@@ -277,8 +300,13 @@ def placed_losses(
     """As `micro_batch_losses`, of what is on the device."""
     with precision.autocast():
         hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
-    chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
+    chosen = hidden if len(batch.supervised) == len(hidden) else _rows(hidden, batch.supervised)
     return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
+
+
+def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
+    """Some rows, each at most once. The gradient of an index would sort the numbers on a GPU."""
+    return hidden[numbers] if hidden.device.type == "cpu" else hidden.index_select(0, numbers)
 
 
 @contextmanager

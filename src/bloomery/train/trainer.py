@@ -14,7 +14,7 @@ Both share one file, so that a reader can follow it from setup to the update of 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,12 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
 from bloomery.train.config import Training, WSDSchedule
+from bloomery.train.loss import chunks_of
 from bloomery.train.metrics import MAIN_LOG, MetricsLogger, Norms, main_log, watcher
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided
-from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
+from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import (
@@ -210,23 +211,32 @@ class TrainingRun:
         Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM
         or Ctrl-C, it saves and raises Terminated; in the last save, or as it leaves the model, it ends that first.
         """
-        with fsdp.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
+        with (
+            fsdp.desk(self.out, self.world) as self._desk,
+            kept(self._desk / LOG),
+            on_signals() as self._stop,
+            ExitStack() as stack,
+        ):
             doing("choosing kernels and number format")
             precision = Precision.of_run(self.config, self._desk)
             device = precision.device
+            on_processor = device.torch_device.type == "cpu"
+            stack.enter_context(chunks_of(logits_chunk_bytes(device.memory_bytes, processor=on_processor)))
             distributed.check_devices(self.world, device.torch_device)
             is_open = self.config.activation_checkpointing == "auto"
             self.config = compile.settled(self.config, device, self.early)
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
-                fsdp.shard(self.model, self.world, device)
+                on_meta = any(weight.is_meta for weight in self.model.parameters())
+                fsdp.shard(self.model, self.world, device, spread=self.world.any(on_meta))
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
             doing("compiling blocks" if self.config.compile != "off" else "moving the model to its device")
             compile.prepare(self.model, self.config, self.samples, precision, self._desk, self.world)
-            optimizers = Optimizers(self.model, self.config.optimizer, precision.muon_dtype, seed=self.config.seed)
+            how = self.config
+            optimizers = Optimizers(self.model, how.optimizer, precision.muon_dtype, seed=how.seed, world=self.world)
             if self.begin is not None:
                 self.begin(precision, rows_at_once(self.config, self.samples.length), self._stop)
             self._validation = self._check()

@@ -42,6 +42,7 @@ from bloomery.core.errors import CheckpointError, RunError, shorten
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
+from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
 from bloomery.weights.safetensors import STEP_FOLDER, check_header
 
@@ -67,15 +68,17 @@ TensorPlacement = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 def copy_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of the tensors in CPU memory, so that training can continue; of a sharded tensor, this rank's part."""
-    return {name: _copied(tensor.detach()) for name, tensor in tensors.items()}
+    own = (one.to_local() if isinstance(one, DTensor) else one for one in tensors.values())
+    copies = devices.copied_to_host(own)
+    return {name: _as_whole(copy, tensors[name]) for name, copy in zip(tensors, copies, strict=True)}
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _as_whole(copy: Tensor, tensor: Tensor) -> Tensor:
+    """The copy of a part, as a part of the whole tensor again."""
     if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True).contiguous()
+        return copy
     mesh = init_device_mesh("cpu", tuple(tensor.device_mesh.shape))
-    local = tensor.to_local().to("cpu", copy=True).contiguous()
-    return DTensor.from_local(local, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(copy, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def size_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -49,4 +49,12 @@ def test_a_plan_counts_with_the_numbers_that_training_has() -> None:
     """`train/plan/memory.py` needs no torch, so it repeats them."""
     assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES
     assert memory.FILE_BYTES == checkpoint.FILE_BYTES
-    assert memory.UPDATE_NUMBERS == optim.BATCH_NUMBERS
+    assert (memory.UPDATE_NUMBERS, memory.WIDE_UPDATE_NUMBERS) == (optim.BATCH_NUMBERS, optim.WIDE_BATCH_NUMBERS)
+
+
+def test_chunks_of_logits_take_a_small_share_of_a_device_and_never_less_than_a_cpu_has() -> None:
+    sizes = [memory.logits_chunk_bytes(gib * 2**30, processor=False) for gib in (0, 2, 8, 16, 24, 80, 288)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (memory.LOGITS_CHUNK_BYTES, memory.LARGEST_CHUNK_BYTES)
+    assert all(size <= gib * 2**30 / 24 for gib, size in zip((8, 16, 24, 80), sizes[2:], strict=False))
+    assert memory.logits_chunk_bytes(80 * 2**30, processor=True) == memory.LOGITS_CHUNK_BYTES

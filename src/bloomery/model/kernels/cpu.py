@@ -23,6 +23,7 @@ of PyTorch with softmax between them, whose weights are kept. Query head h reads
 """
 
 import ctypes
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -41,6 +42,8 @@ LIBRARY, NORMS = "training", "norms"
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
 """Set while a step for another kind of device is traced with fake tensors: CPU kernels do not run then."""
+ATTENTION_ELSEWHERE: ContextVar[Callable[..., Tensor] | None] = ContextVar("attention_elsewhere", default=None)
+"""What stands for attention on that device, in the terms of `attention.fused_attention`."""
 
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)

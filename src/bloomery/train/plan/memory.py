@@ -31,7 +31,7 @@ from typing import Literal
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.specs import GIB, Entry
-from bloomery.model.config import GATED, Base, Lora, ModelConfig, cost
+from bloomery.model.config import GATED, AttentionKind, Base, Lora, ModelConfig, cost
 from bloomery.train.config import AdamW8bit, Level, Optimizer, Training, trained_tokens
 
 BYTES = 4
@@ -122,28 +122,53 @@ def activation_bytes_per_token(
     Bytes a token kept for the backward pass, where numbers in matmuls have `width_bytes`; in each layer
 
         none         x twice and x / |x| twice in float32, both norms' results, positions' angles, q, k, v, attention
-                     weights and result, the feed-forward's inner numbers
+                     weights and result, the feed-forward's inner numbers. x / |x| only where a gain is learned for it,
+                     on a CPU always, and never by LayerNorm on a GPU
         selective    x in float32, the results of all matmuls with weights
         full         x in float32
 
     and once, while a layer is computed again, what it keeps more at `none`. Around the layers: three widths. Attention
     weights count where they may be `written_out`, which a GPU does not do.
     """
+    kept, again = activation_parts(model, activation_checkpointing, width_bytes, written_out=written_out)
+    return kept + again
+
+
+def activation_parts(
+    model: ModelConfig, activation_checkpointing: Level, width_bytes: int, *, written_out: bool
+) -> tuple[int, int]:
+    """Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again."""
     D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
     whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
     for number in range(model.num_layers):
-        gates = 2 if model.layer(number)[2] in GATED else 1
+        attention, _, mlp = model.layer(number)
+        gates = 2 if mlp in GATED else 1
         inner = gates * 2 * b * M
         weights = b * model.num_heads * model.context_length if written_out else 4 * model.num_heads
-        layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        normed = 16 if written_out or (model.norm == "rmsnorm" and model.norm_affine) else 8
+        special = 0 if written_out else _special_attention(model, attention, b)
+        layer = special + normed * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
         kept["none"] += layer
         kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
         kept["full"] += 4 * D
         whole = max(whole, layer)
-    once = whole - kept[activation_checkpointing] // model.num_layers + 8 * E + model.context_length
+    # What is there once: a mask on a CPU, and on a GPU gradients of the layer at work.
+    once = whole - kept[activation_checkpointing] // model.num_layers + 8 * E
+    once += model.context_length if written_out else 8 * D
     again = 0 if activation_checkpointing == "none" else once
-    return kept[activation_checkpointing] + again + 8 * D + b * D + 4
+    return kept[activation_checkpointing] + 8 * D + b * D + 4, again
+
+
+def _special_attention(model: ModelConfig, attention: AttentionKind, width_bytes: int) -> int:
+    """
+    Bytes a token and layer that a GPU keeps in addition: of norms of queries and keys, x and x / |x|; of differential
+    attention, values and results of double width, what pairs come to, and the input of their norm.
+    """
+    H, K, E = model.num_heads, model.num_kv_heads, model.head_size
+    normed = (8 if model.norm_affine else 4) * (H + K) * E if model.qk_norm else 0
+    pairs = (width_bytes * (2 * H + K) + 4 * H) * E if attention == "differential" else 0
+    return normed + pairs
 
 
 Origin = Literal["measured", "catalogue", "unknown"]
@@ -190,13 +215,16 @@ class Machine:
     @property
     def share(self) -> float:
         """Of the peak, that the matmuls of a step reach."""
-        return {"measured": MEASURED_SHARE, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
+        measured = MEASURED_SHARE if self.processor else MEASURED_SHARE_OF_GPUS
+        return {"measured": measured, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
 
 
 CATALOGUE_SHARE = 0.6
 """As bfloat16 matmuls reach on Strix Halo: 30 to 37 of 59.4 · 10¹² FLOP/s."""
 MEASURED_SHARE = 0.9
 """The measured matmuls are large and square. Not all matmuls of a step are."""
+MEASURED_SHARE_OF_GPUS = 0.7
+"""The same on GPUs: about 520 of 750 TFLOP/s on an H100, estimated from spec sheets. No GPU has measured it yet."""
 
 
 def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) -> Machine:
@@ -267,9 +295,27 @@ Of a weight of a matrix of a block. NF4 is half a byte, and two bytes of scale f
 https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.
 """
 LOGITS_CHUNK_BYTES = 2**27
-"""Of float32 logits, as `train.loss.CHUNK_BYTES`."""
-UPDATE_NUMBERS = 2**21
-"""As `train.optim.BATCH_NUMBERS`; of float32 and bfloat16, a handful of times."""
+"""Of float32 logits on a CPU, as `train.loss.CHUNK_BYTES`."""
+LARGEST_CHUNK_BYTES, CHUNK_SHARE = 2**30, 1 / 24
+"""
+The same on other devices: at most so many, and of their memory at most this share, as a power of two. Each chunk reads
+and writes the gradient of the head once, so larger chunks save traffic.
+"""
+
+
+def logits_chunk_bytes(memory_bytes: int, *, processor: bool) -> int:
+    """Bytes of float32 logits that exist at once on a device with this memory (0: unknown)."""
+    room = int(CHUNK_SHARE * memory_bytes)
+    if processor or room <= LOGITS_CHUNK_BYTES:
+        return LOGITS_CHUNK_BYTES
+    return min(LARGEST_CHUNK_BYTES, 1 << (room.bit_length() - 1))
+
+
+UPDATE_NUMBERS, WIDE_UPDATE_NUMBERS = 2**21, 2**25
+"""
+As `train.optim.BATCH_NUMBERS` on a CPU and WIDE_BATCH_NUMBERS on other devices; of float32 and bfloat16, a handful of
+times.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +386,8 @@ class Workload:
     optimizer: Optimizer
     processor: bool = False
     """Whether on one, where attention may keep its weights."""
+    memory_bytes: int = 0
+    """Of the device; 0 where that is unknown."""
     lora: Lora | None = None
     """What a recipe says of adapters, where it has some."""
     initialized: bool = False
@@ -350,6 +398,10 @@ class Workload:
     @property
     def parameters(self) -> int:
         return cost(self.model, self.vocab_size).parameters
+
+    @property
+    def logits_chunk_bytes(self) -> int:
+        return logits_chunk_bytes(self.memory_bytes, processor=self.processor)
 
     def adapters(self, way: TrainSetup) -> Lora | None:
         """The adapters of a configuration: as in the recipe, on a base in the configuration's format."""
@@ -386,18 +438,27 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     head = what.vocab_size * what.model.hidden_size
     block = (facts.matmul_parameters - head) // what.model.num_layers
     whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
+    kept, again = activation_parts(what.model, way.activation_checkpointing, b, written_out=what.processor)
+    logits = logits_bytes(what, way)
+    if not what.processor:  # a layer is computed again when the logits are gone: the larger of the two counts
+        again = max(0, again - logits // tokens)
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     return MemoryEstimate(
         weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
         gradients=way.weight_bytes * trained // num_shards,
         optimizer=remembered_bytes(what, way) // num_shards,
         copies=0 if way.sharded or b == way.weight_bytes else b * copied,
-        activations=tokens
-        * activation_bytes_per_token(what.model, way.activation_checkpointing, b, written_out=what.processor),
-        logits=logits_bytes(what, way),
-        update=(5 * BYTES * min(UPDATE_NUMBERS, trained) + rounded_bytes(what, way)) // num_shards,
+        activations=tokens * (kept + again),
+        logits=logits,
+        update=(5 * BYTES * min(update_numbers(what), trained) + rounded_bytes(what, way)) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
+
+
+def update_numbers(what: Workload) -> int:
+    """How many numbers an optimizer works on at once, beyond what it keeps."""
+    wide = not what.processor and what.optimizer.kind == "muon"
+    return WIDE_UPDATE_NUMBERS if wide else UPDATE_NUMBERS
 
 
 PROCESS_BYTES = 330 * 2**20
@@ -412,12 +473,13 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     """
     Bytes of the host's memory, by what takes them: processes, loading, training in the same memory, and saving.
 
-    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank. A save copies
-    trained weights and optimizer. Loading ends before the first save, so the larger of the two counts.
+    Weights are read tensor by tensor, so loading takes the model and its largest tensor, on each rank; of a sharded
+    model, on the first rank alone. A save copies trained weights and optimizer. Loading ends before the first save, so
+    the larger of the two counts.
     """
     weights = loaded_bytes(what, way)
     largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
-    loading = target.devices * (weights + largest)
+    loading = (1 if way.sharded else target.devices) * weights + target.devices * largest
     copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
     saving = copies + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
@@ -484,13 +546,15 @@ def base_bytes(what: Workload, way: TrainSetup) -> int:
 
 
 def logits_bytes(what: Workload, way: TrainSetup) -> int:
-    """Logits in the format of matmuls and in float32, and the gradient of the head in both."""
-    tokens = min(way.rows * what.model.context_length, max(1, LOGITS_CHUNK_BYTES // (BYTES * what.vocab_size)))
+    """
+    Logits in the format of matmuls, and in float32 once on a CPU and twice on a GPU; the gradient of the head in both.
+    """
+    tokens = min(way.rows * what.model.context_length, max(1, what.logits_chunk_bytes // (BYTES * what.vocab_size)))
     b, table = way.bytes_per_number, what.vocab_size * what.model.hidden_size
-    scores = tokens * what.vocab_size * (b if what.processor else b + BYTES)
+    scores = tokens * what.vocab_size * (b if what.processor else b + 2 * BYTES)
     if way.method != "full":
         return scores
-    return scores + table * (way.weight_bytes + b)
+    return scores + table * ((way.weight_bytes if what.processor else BYTES) + b)
 
 
 def gathered_bytes(what: Workload, way: TrainSetup) -> int:
@@ -499,7 +563,9 @@ def gathered_bytes(what: Workload, way: TrainSetup) -> int:
     tables = what.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     block = (facts.parameters - tables) // model.num_layers
     kept = int(2 * FROZEN_BYTES.get(way.method, 2.0) * block + 2 * tables)
-    return kept if way.method != "full" else kept + BYTES * (block + tables // (1 if model.tie_embeddings else 2))
+    if way.method != "full" or not what.processor:  # gradients of a table are counted with its logits
+        return kept
+    return kept + BYTES * (block + tables // (1 if model.tie_embeddings else 2))
 
 
 def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:

@@ -364,6 +364,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             vocab_size=vocab_size,
             optimizer=config.optimizer,
             processor=target.processor,
+            memory_bytes=target.memory_bytes,
             lora=lora,
             initialized=stage == "pretrain" and getattr(config, "start_from", None) is None,
             reference=config.keeps_reference,

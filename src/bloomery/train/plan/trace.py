@@ -45,16 +45,19 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
+from bloomery.model.attention import FLEX_TOKENS
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu
+from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Optimizer
 from bloomery.train.fused_adamw import total_norm
+from bloomery.train.loss import ALIGNED_ROWS, chunks_of
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
-from bloomery.train.plan.memory import Machine, Moment, TrainSetup, fits
+from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.precision import Precision, keep_weights
 from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
@@ -81,6 +84,43 @@ GATHERING = ("all_gather_copy_in", "_allgather_base_", "split_with_sizes_copy")
 """Operations by which parts of weights come together."""
 MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
 """Operations on tensors of several formats: a CPU first writes the shorter formats out in the longest."""
+
+
+class _AttentionElsewhere(torch.autograd.Function):
+    """
+    What attention on a GPU keeps for its backward pass: inputs, output, and a sum for each query in float32. Kernels
+    that take whole rows or masks by blocks keep no attention weights.
+    """
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        y = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        kept = [] if bias is None else [bias]
+        context.save_for_backward(q, k, v, y, q.new_empty(q.shape[:3], dtype=torch.float32), *kept)
+        return y.add_(0)
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = context.saved_tensors
+        sums = upstream[0].sum(-1, dtype=torch.float32)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del sums
+        return *grads, None
+
+
+def attention_elsewhere(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """
+    Attention as a GPU holds it in memory. Below FLEX_TOKENS, torch's memory-efficient kernel takes masks: as a bias in
+    the format of queries, and with each key head repeated for its queries.
+    """
+    k, v, bias = k.to(q.dtype), v.to(q.dtype), None
+    plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
+    if not plain and (mask.allowed is not None or mask.num_queries < FLEX_TOKENS):
+        group = q.shape[1] // k.shape[1]
+        k, v = (one if group == 1 else one.repeat_interleave(group, dim=1) for one in (k, v))
+        bias = mask.bias(q.dtype)
+    output: Tensor = _AttentionElsewhere.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
+    return output
 
 
 class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,7 +216,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
 
     def _scores(self, tensor: Tensor) -> str | None:
-        padded = tensor.ndim == 2 and tensor.shape[1] == cpu.aligned(self._vocab_size)
+        widths = cpu.aligned(self._vocab_size), -(-self._vocab_size // ALIGNED_ROWS) * ALIGNED_ROWS
+        padded = tensor.ndim == 2 and tensor.shape[1] in widths
         return LOGITS if self.making == WORK and (padded or self._vocab_size in tensor.shape) else None
 
     def _change(self, size: int, kind: str) -> None:
@@ -227,6 +268,10 @@ class TracedStep:
     weight_dtype: str = "float32"
     lora: Lora | None = None
     """The adapters that are trained on frozen weights. None: all weights are trained."""
+    packed: bool = True
+    """Whether rows have several documents. On a CPU this makes no difference to memory, and is not traced."""
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+    """Of float32 logits, on another device than a CPU."""
 
     @property
     def turn(self) -> int:
@@ -257,7 +302,8 @@ class TracedStep:
     def prepare(self, model: Transformer, precision: Precision) -> Optimizers:
         """Set up a model as a run does when the model is on its device."""
         checkpoint_activations(model, self.activation_checkpointing)
-        return Optimizers(model, self.optimizer, precision.muon_dtype)
+        world = World.alone() if self.on_processor else World(0, self.ranks)
+        return Optimizers(model, self.optimizer, precision.muon_dtype, world=world)
 
 
 class Traced(NamedTuple):
@@ -312,6 +358,11 @@ the growth of a process: 0.5 to 1.0 MiB for 14 of 16 sizes and layouts (torch 2.
 @cache
 def trace(step: TracedStep) -> Traced:
     """A step after the first, so that all that the optimizer remembers is there."""
+    return extrapolated(step)
+
+
+def extrapolated(step: TracedStep) -> Traced:
+    """As `trace`, which keeps its results."""
     turns = 2 if step.ranks == 1 else 3  # ranks gather the next of their layers early: both of two would lie together
     layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
     if layers <= more:
@@ -347,11 +398,13 @@ def _traced(step: TracedStep) -> Traced:
     )
     precision = Precision.decide("auto", device)
     counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
-    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
+    chunks = chunks_of(step.logits_chunk_bytes)
+    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, chunks, FakeTensorMode(), counting as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
-            fsdp.shard(model, World(0, step.ranks), device, mesh)
+            gathered = torch.float32 if step.on_processor else step.precision
+            fsdp.shard(model, World(0, step.ranks), device, mesh, dtype=gathered)
         optimizers = step.prepare(model, precision)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -362,7 +415,8 @@ def _traced(step: TracedStep) -> Traced:
         optimizers.zero_grad()
         resting, meter.making = meter.live, WORK
         ids = torch.zeros((step.rows, step.model.context_length), dtype=torch.int64)
-        batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
+        segments = ids.clone() if step.packed and not step.on_processor else None
+        batch = Placed(ids, ids.clone(), segments, ids.flatten().clone(), ids.flatten().clone())
         total = torch.zeros(())
         if step.accumulates:
             for weight in trained:
@@ -408,12 +462,14 @@ def _apart(on_processor: bool) -> Iterator[list[int]]:
     """Nothing without numbers is kept for later, nothing with numbers taken from before. Gives what `ROOM` comes to."""
     room = [0, 0, 0]
     elsewhere, room_token = cpu.ELSEWHERE.set(not on_processor), cpu.ROOM.set(room)
+    attention_token = cpu.ATTENTION_ELSEWHERE.set(None if on_processor else attention_elsewhere)
     quantize.forget()
     try:
         yield room
     finally:
         quantize.forget()
         cpu.ROOM.reset(room_token)
+        cpu.ATTENTION_ELSEWHERE.reset(attention_token)
         cpu.ELSEWHERE.reset(elsewhere)
 
 
@@ -423,6 +479,10 @@ MAX_SECONDS = 3.0
 """Of a plan, for all times of a slice: a round that was begun is ended, and slow steps need no repetition."""
 TIMES = 3
 """Of slices, whose errors the layers that are left out multiply. A whole model takes longer and needs one less."""
+
+
+DOCUMENTS = 3
+"""Of each sequence that is timed on a GPU, where another kernel than that of whole sequences takes them."""
 
 
 class Timed(NamedTuple):
@@ -526,7 +586,9 @@ class _Ready:
         self._optimizers: Optimizers = step.prepare(self._model, self._precision)
         ids = torch.randint(step.vocab_size, (step.rows, step.model.context_length), device=device.torch_device)
         places = torch.arange(step.model.context_length, device=device.torch_device).expand(step.rows, -1)
-        self._batch = Placed(ids, places, None, torch.arange(ids.numel(), device=device.torch_device), ids.flatten())
+        segments = places // (step.model.context_length // DOCUMENTS + 1) if step.packed and device.is_gpu else None
+        supervised = torch.arange(ids.numel(), device=device.torch_device)
+        self._batch = Placed(ids, places, segments, supervised, ids.flatten())
 
     def once(self) -> Timed:
         began = self._now()
@@ -597,4 +659,5 @@ def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
         ranks=option.way.devices if option.way.sharded else 1,
         weight_dtype=option.way.weight_dtype,
         lora=option.what.adapters(option.way),
+        logits_chunk_bytes=option.what.logits_chunk_bytes,
     )
