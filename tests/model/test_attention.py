@@ -218,7 +218,7 @@ def test_of_documents_in_any_order_no_block_is_left_out_and_none_is_taken_whole_
     segments = torch.randint(0, 3, (2, 12), generator=generator).repeat_interleave(64, 1)
     mask = AttentionMask(num_queries=768, num_keys=768, device=CPU, segments=segments)
     some, full = attention._seen_blocks(mask)
-    seen = mask.mask().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    seen = mask.mask().view(2, 6, 128, 6, 128)
     assert bool((some | ~seen.any(4).any(2)).all())
     assert bool((~full | seen.all(4).all(2)).all())
 
@@ -262,7 +262,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], 
         calls.append(("flex", tuple(k.shape), mask))
         return q.new_empty(*q.shape[:3], v.shape[3])
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(attention, "flexible_attention", flex)
     monkeypatch.setattr(devices, "compiles_kernels", lambda device: True)
     monkeypatch.setattr(kernel_trials, "_WITHOUT", set())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.generate.scheduler import Request, Ticket, Token
-from bloomery.serve.chat_model import ModelWords, TextAnswerer, TextStream, derived_seed
+from bloomery.serve.chat_model import ModelWords, TextAnswerer, derived_seed
+from bloomery.serve.constrained import TextStream
 
 END = 256
 ASK: list[Message] = [{"role": "user", "content": "?"}]

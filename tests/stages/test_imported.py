@@ -8,6 +8,7 @@ import pytest
 
 from bloomery.core import config, pipeline
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
+from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import STAGES, Recipe
@@ -144,9 +145,9 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
     section = config.load(Recipe, recipe).pretrain
     assert section is not None
     with pytest.raises(CheckpointError, match=r"has norm_eps = 0\.001, not 1e-05"):
-        pretrain.start(section, small())
+        pretrain.start(section, small(), World.alone())
     with pytest.raises(CheckpointError, match=r"has the tokenizer .*, and the shards were made with"):
-        pretrain.start(section, train(["some other text"] * 3, 400))
+        pretrain.start(section, train(["some other text"] * 3, 400), World.alone())
     (tmp_path / "theirs" / "base" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no model"):
         start_digest(section)
@@ -159,11 +160,11 @@ def test_a_cycle_of_layers_may_be_said_in_full(tmp_path: Path) -> None:
     for windows, fits in ((("full", "full", "full"), True), (("full", 8), True), ((8, "full"), False)):
         said = section.model.model_copy(update={"sliding_window": windows})
         if fits:
-            started = pretrain.start(section.model_copy(update={"model": said}), small())
+            started = pretrain.start(section.model_copy(update={"model": said}), small(), World.alone())
             assert started.state_dict().keys() == model.state_dict().keys()
         else:
             with pytest.raises(CheckpointError, match=r"has sliding_window = \('full',\), not \(8, 'full'\)"):
-                pretrain.start(section.model_copy(update={"model": said}), small())
+                pretrain.start(section.model_copy(update={"model": said}), small(), World.alone())
 
 
 def test_a_plan_counts_rows_that_no_id_has(tmp_path: Path, call: Call) -> None:

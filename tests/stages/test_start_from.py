@@ -127,7 +127,9 @@ def test_a_frozen_base_is_kept_as_in_its_files_where_that_is_asked_for(
     settings = ("finetune.lora.base_dtype", "auto"), ("finetune.epochs", None), ("finetune.steps", 1)
     asked = recipe(tmp_path / "theirs", talks, *settings)
     _, reports = plan.report(STAGES, asked, tmp_path / "run", Wish(memory_bytes=2**30))
-    assert reports["finetune"].ask.what.lora.base_dtype == kept
+    adapters = reports["finetune"].ask.what.lora
+    assert adapters is not None
+    assert adapters.base_dtype == kept
     done = ran(asked, tmp_path / "run")
     saved = json.loads((locate.locate_model(done["finetune"]) / hf.LINEAGE).read_text())
     assert saved["adapts"]["kept_as"] == kept

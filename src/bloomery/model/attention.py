@@ -297,7 +297,7 @@ def _segment_bounds(segments: Int[Tensor, "B S"], size: int) -> tuple[Int[Tensor
     rest = -segments.shape[1] % size
     if rest:
         segments = torch.cat([segments, segments[:, -1:].expand(-1, rest)], 1)
-    blocks = segments.unflatten(1, (-1, size))
+    blocks = segments.view(len(segments), -1, size)
     return blocks.amin(2), blocks.amax(2)
 
 

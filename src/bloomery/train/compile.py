@@ -38,6 +38,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
+from bloomery.model.attention import Attention
 from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
@@ -241,7 +242,9 @@ def compile_blocks(
     kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]
     for block in model.blocks:
-        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds, block.attention.prepare)
+        attention = block.attention
+        assert isinstance(attention, Attention)
+        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds, attention.prepare)
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):

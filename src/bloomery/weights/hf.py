@@ -404,8 +404,7 @@ def frozen_format(path: Path) -> Base:
     """The format of a model's matrices in its files, in which a frozen base is kept: float16 becomes bfloat16."""
     if peft.is_adapter(path):
         return frozen_format(base_of(path))
-    stored = kept_as_in("auto", opened_model(path))
-    return "bfloat16" if stored == "float16" else stored
+    return "float32" if kept_as_in("auto", opened_model(path)) == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True)

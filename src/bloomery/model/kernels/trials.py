@@ -262,11 +262,13 @@ def flex_attention(device: Device) -> None:
         probes.forward_and_back(device, case, work, formula, (q, k, v), grad)
     tokens = 2048
     shape = (1, 8, tokens, 64)
-    many = [torch.randn(shape, device=device.torch_device).to(device.compute_dtype).requires_grad_() for _ in range(3)]
+    q, k, v = (
+        torch.randn(shape, device=device.torch_device).to(device.compute_dtype).requires_grad_() for _ in range(3)
+    )
     mask = _documents(tokens, device.torch_device)
     tell_time(
         device,
-        lambda: torch.autograd.grad(flexible_attention(*many, mask, compiled_flex()).sum(), many),
+        lambda: torch.autograd.grad(flexible_attention(q, k, v, mask, compiled_flex()).sum(), (q, k, v)),
     )
 
 
