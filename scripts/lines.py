@@ -12,17 +12,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
     "core": 3_790,
-    "hw": 3_920,
+    "hw": 3_940,
     "data": 13_240,
     "tokenizer": 3_060,
     "shards": 1_690,
     "model": 3_500,
     "weights": 5_850,
-    "train": 7_800,
+    "train": 8_500,
     "generate": 780,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_700,
+    "stages": 5_920,
 }
 
 
