@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 3_500,
     "weights": 5_850,
-    "train": 8_500,
+    "train": 8_830,
     "generate": 780,
     "evaluation": 4_760,
     "serve": 1_440,

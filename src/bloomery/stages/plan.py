@@ -504,12 +504,12 @@ NOT_TRAINED = "This plan is arithmetic. `bloomery run` does not train over a mes
 def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
     """
     Of a recipe with finetune.mesh; None for any other. `html` is a file for its page. Raises ConfigError where the mesh
-    cannot cut the shape, or where there is none to draw, and RunError where the page cannot be written.
+    cannot cut the shape, or where there is none, and RunError where the page cannot be written.
     """
     config = recipe.finetune
     if config is None or config.mesh is None:
         if html is not None:
-            what, hint = "it draws finetune.mesh, and the recipe has none", "Leave out --html."
+            what, hint = "it shows finetune.mesh, and the recipe has none", "Leave out --html."
             raise ConfigError(what, where="--html", hint=hint)
         return None
     ask = asked(config, recipe.instruct.sequence_length)
@@ -526,7 +526,7 @@ def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
 
 
 def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = None) -> list[str]:
-    """As text of 80 columns. `words` are those of the command; the last line is the next one, if there is one."""
+    """As text of 80 columns. `words` are those of the command; the last line is the next command."""
     peak, usable = plan.memory.peak / GIB, plan.target.usable_bytes / GIB
     change = None
     if plan.fits:
@@ -545,7 +545,7 @@ def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = Non
 
 DRAWN_DEVICES = 64
 SIDE, THIN = 40, 9
-"""Of a drawn tensor, in pixels: a side that is long, and one that is short next to it."""
+"""Of the picture of a tensor, in pixels: a side that is long, and one that is short next to it."""
 LOOKS = {
     (False, False): ("whole", "whole on each device"),
     (True, False): ("shard", "a part by dp_shard"),
@@ -576,9 +576,15 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
     _, parts = plan.memory.at_peak
     memory_rows = [(name, f"{size / GIB:,.2f} GiB") for name, size in parts.items() if size]
     tensors = [
-        (one.name, _sizes(one.shape), _sizes(one.local_shape), _look(one)[1], charts.size(one.local_bytes))
+        (
+            tensor.name,
+            _sizes(tensor.shape),
+            _sizes(tensor.local_shape),
+            _look(tensor)[1],
+            charts.size(tensor.local_bytes),
+        )
         for _, unit in plan.units()
-        for one in unit
+        for tensor in unit
     ]
     keys = [tag("li", tag("span", class_=f"key {look}"), text) for look, text in LOOKS.values()]
     more = f"The first {DRAWN_DEVICES} of {mesh.devices:,} devices." if mesh.devices > DRAWN_DEVICES else None
@@ -589,7 +595,7 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
             [
                 charts.table(
                     ("collective", "over", "bytes"),
-                    [(one.collective, one.axis, charts.size(one.num_bytes)) for one in plan.traffic],
+                    [(traffic.collective, traffic.axis, charts.size(traffic.num_bytes)) for traffic in plan.traffic],
                 )
             ],
         ),
@@ -627,40 +633,40 @@ def _device(plan: ShardingPlan, replica: int, shard: int, tp: int) -> Html:
         tag(
             "div",
             tag("h4", unit[0].unit if len(names) == 1 else f"{unit[0].unit} and {len(names) - 1:,} like it"),
-            tag("div", *(_part(plan, one, shard, tp) for one in unit), class_="parts"),
+            tag("div", *(_part(plan, tensor, shard, tp) for tensor in unit), class_="parts"),
         )
         for names, unit in plan.units()
     ]
     return tag("div", tag("h3", f"dp_replicate {replica}, dp_shard {shard}, tp {tp}"), *units, class_="device")
 
 
-def _part(plan: ShardingPlan, one: ShardedTensor, shard: int, tp: int) -> Html:
-    tall = one.shape[0]
-    wide = one.shape[1] if len(one.shape) > 1 else 0
+def _part(plan: ShardingPlan, tensor: ShardedTensor, shard: int, tp: int) -> Html:
+    tall = tensor.shape[0]
+    wide = tensor.shape[1] if len(tensor.shape) > 1 else 0
     sides = [SIDE if tall * 16 > wide else THIN, SIDE if wide * 16 > tall else THIN]
     corner, extent = [1.0, 1.0], [float(side) for side in sides]
     mesh = plan.ask.mesh
-    for dim, index, count in ((one.tp, tp, mesh.tp), (one.dp_shard, shard, mesh.dp_shard)):
+    for dim, index, count in ((tensor.tp, tp, mesh.tp), (tensor.dp_shard, shard, mesh.dp_shard)):
         if dim is not None:
             extent[dim] /= count
             corner[dim] += index * extent[dim]
     fill = tag(
         "rect",
-        class_=_look(one)[0],
+        class_=_look(tensor)[0],
         x=f"{corner[1]:.2f}",
         y=f"{corner[0]:.2f}",
         width=f"{extent[1]:.2f}",
         height=f"{extent[0]:.2f}",
     )
     edge = tag("rect", class_="edge", x="1", y="1", width=str(sides[1]), height=str(sides[0]))
-    name = one.name.removeprefix(f"{one.unit}.")
-    label = f"{name}: {_sizes(one.local_shape)} of {_sizes(one.shape)}"
+    name = tensor.name.removeprefix(f"{tensor.unit}.")
+    label = f"{name}: {_sizes(tensor.local_shape)} of {_sizes(tensor.shape)}"
     size = {"width": str(sides[1] + 2), "height": str(sides[0] + 2)}
     return tag("figure", tag("svg", fill, edge, role="img", aria_label=label, **size), name, class_="part")
 
 
-def _look(one: ShardedTensor) -> tuple[str, str]:
-    return LOOKS[one.dp_shard is not None, one.tp is not None]
+def _look(tensor: ShardedTensor) -> tuple[str, str]:
+    return LOOKS[tensor.dp_shard is not None, tensor.tp is not None]
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -14,11 +14,11 @@ whole of a matrix. The kinds of a weight say how tp cuts it:
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; sequence: Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198)
 
-The placement of an adapter, of NF4 codes and of scales follows from the row of its matrix. dp_shard cuts rows, as
-FSDP2 does, unless tp cuts them already: then it cuts the columns of a matrix.
+The placement of an adapter, of NF4 codes and of scales follows from the row of its matrix. With tp = 1, dp_shard cuts
+all tensors along dim 0, as FSDP2 does. With more, it cuts a matrix along the dim that tp leaves whole.
 
-Uneven shapes: rows that dp_shard cuts are padded, and so is a vocabulary that tp cuts. Other uneven shapes are
-refused by name: heads and inner widths that tp does not divide, and columns that dp_shard does not divide.
+Uneven shapes are padded in two cases: dim 0 that dp_shard cuts, and a vocabulary that tp cuts. Other uneven shapes are
+refused by name. These are heads and inner widths that tp does not divide, and dim 1 that dp_shard does not divide.
 """
 
 import re
@@ -118,13 +118,13 @@ def rule_of(name: str) -> ShardingRule:
 def placement(name: str, shape: Sequence[int], mesh: Mesh) -> Placement:
     """Where a tensor of a model lies, by its name with or without adapters. Raises ValueError as `rule_of`."""
     plain = name.replace(".base.", ".")
-    module, _, part = plain.rpartition(".")
-    key = f"{module}.weight" if part in DERIVED else plain
+    module, _, last = plain.rpartition(".")
+    key = f"{module}.weight" if last in DERIVED else plain
     rule = rule_of(key)
-    if part in DERIVED and not getattr(rule, DERIVED[part]):
-        raise ValueError(f"{name}: {key} is not {DERIVED[part]} by train/sharding_rules.py")
-    tp, dp_shard = CUTS.get((rule.kind, part), (None, 0))
-    if part == "scales" and shape[1] == 1:
+    if last in DERIVED and not getattr(rule, DERIVED[last]):
+        raise ValueError(f"{name}: {key} is not {DERIVED[last]} by train/sharding_rules.py")
+    tp, dp_shard = CUTS.get((rule.kind, last), (None, 0))
+    if last == "scales" and shape[1] == 1:
         tp, dp_shard = (0 if tp == 0 else None), 0
     if mesh.tp == 1:
         tp, dp_shard = None, 0

@@ -5,8 +5,8 @@ The model is built on the meta device, so that its tensors have shapes and no nu
 train/sharding_rules.py say where each tensor lies. Everything after that is arithmetic:
 
     resident     weights, adapters, gradients and optimizer numbers of this device's parts
-    gathered     the unit at work and the next one on its way, in the format of matmuls; codes stay codes. Trained
-                 ones have their whole gradient in float32 too
+    gathered     the unit at work and the next one in transfer, in the format of matmuls; codes stay codes. Trained
+                 weights have their whole gradient in float32 too
     copies       the largest matrix written out of its int8 or NF4 codes, by plain tensor operations; where nothing
                  is gathered, float32 weights rounded for matmuls
     activations  as in train/plan/memory.py, cut by tp; with tp, the full-length inputs of one block's matmuls too
@@ -51,7 +51,7 @@ from bloomery.train.sharding_rules import check_mesh, frozen_tensors, local_shap
 MATMUL_BYTES = 2
 """Of a number in matmuls: bfloat16."""
 UNPACKED_BYTES = {"float32": 2, "bfloat16": 0, "int8": 6, "nf4": 10, "nf4_double": 10}
-"""Of a number of a frozen matrix, while it is written out: float32 on the way, and bfloat16."""
+"""Of a number of a frozen matrix, while it is written out: float32 first, then bfloat16."""
 DORA_BYTES = 12
 """More of it with DoRA, which adds B A in float32 and takes the length of each row."""
 HOST_DEVICES = 8
@@ -165,7 +165,7 @@ class ShardingPlan:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Of a step, at LORA_MFU of the spec sheet; devices that wait for the longest one included."""
+        """Of a step, at LORA_MFU of the spec sheet; waiting for the longest device included."""
         if (peak := self.target.peak("bfloat16")) is None:
             return None
         tokens = self.micro_batches * self.rows * self.ask.model.context_length  # of each dp_shard part
@@ -174,7 +174,7 @@ class ShardingPlan:
     @property
     def link_seconds(self) -> float | None:
         """Of a step, where all that a device receives comes at the rate of its links."""
-        return None if self.link is None else sum(one.num_bytes for one in self.traffic) / self.link
+        return None if self.link is None else sum(traffic.num_bytes for traffic in self.traffic) / self.link
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -189,7 +189,7 @@ class ShardingPlan:
         return {
             "preset": mesh.preset,
             "parameters": cost(ask.model, ask.vocab_size).parameters,
-            "trained_parameters": sum(one.numbers for one in self.tensors if one.trained),
+            "trained_parameters": sum(tensor.numbers for tensor in self.tensors if tensor.trained),
             "mesh": {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp},
             "method": "full" if ask.lora is None else "dora" if ask.lora.dora else "lora",
             "base_dtype": "float32" if ask.lora is None else ask.lora.base_dtype,
@@ -205,7 +205,7 @@ class ShardingPlan:
             "host_devices": min(HOST_DEVICES, mesh.devices),
             "host_bytes": sum(self.host.values()),
             "at_host": {f"{name}_bytes": size for name, size in self.host.items()},
-            "traffic": [asdict(one) for one in self.traffic],
+            "traffic": [asdict(traffic) for traffic in self.traffic],
             "compute_seconds": _rounded(self.compute_seconds),
             "link_seconds": _rounded(self.link_seconds),
             "tokens_per_second": _rounded(self.tokens_per_second),
@@ -216,8 +216,8 @@ class ShardingPlan:
                 {
                     "unit": names[0],
                     "units": len(names),
-                    "bytes": sum(one.local_bytes for one in parts),
-                    "tensors": [asdict(one) | {"local_bytes": one.local_bytes} for one in parts],
+                    "bytes": sum(tensor.local_bytes for tensor in parts),
+                    "tensors": [asdict(tensor) | {"local_bytes": tensor.local_bytes} for tensor in parts],
                 }
                 for names, parts in self.units()
             ],
@@ -227,7 +227,7 @@ class ShardingPlan:
         """Units with their tensors. Blocks that are alike stand together, with the tensors of the first."""
         alike: dict[Any, tuple[list[str], list[ShardedTensor]]] = {}
         for unit, parts in _units(self.tensors).items():
-            key = tuple(replace(one, name=one.name.removeprefix(unit), unit="") for one in parts)
+            key = tuple(replace(tensor, name=tensor.name.removeprefix(unit), unit="") for tensor in parts)
             alike.setdefault(key, ([], parts))[0].append(unit)
         return list(alike.values())
 
@@ -263,8 +263,8 @@ class ShardingPlan:
         ]
         if self.traffic:
             text += ["", "received by a device in a step:"]
-            for one in self.traffic:
-                text.append(f"  {f'{one.collective} over {one.axis}':<30}{one.num_bytes / 1e9:>9,.2f} GB")
+            for traffic in self.traffic:
+                text.append(f"  {f'{traffic.collective} over {traffic.axis}':<30}{traffic.num_bytes / 1e9:>9,.2f} GB")
         if self.tokens_per_second is not None:
             assert self.compute_seconds is not None
             links = "" if self.link_seconds is None else f", {self.link_seconds:,.1f} s of transfers"
@@ -378,9 +378,9 @@ def sharded_tensors(ask: ShardingRequest) -> Iterator[ShardedTensor]:
         if not rule_of(name).quantized:
             yield _tensor(ask, inner, shape)
             continue
-        for part, sizes, number_bytes, block in frozen_tensors(inner, shape, lora.base_dtype):
+        for frozen, sizes, number_bytes, block in frozen_tensors(inner, shape, lora.base_dtype):
             is_code = lora.base_dtype not in ("float32", "bfloat16")
-            yield _tensor(ask, part, sizes, number_bytes=number_bytes, block=block, is_code=is_code)
+            yield _tensor(ask, frozen, sizes, number_bytes=number_bytes, block=block, is_code=is_code)
         if module in adapted:
             yield _tensor(ask, f"{module}.lora_a", (lora.rank, shape[1]), trained=True)
             yield _tensor(ask, f"{module}.lora_b", (shape[0], lora.rank), trained=True)
@@ -419,15 +419,15 @@ def _tensor(
 def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> MemoryEstimate:
     """Bytes of the fullest device, in a step with several micro-batches after the first step."""
     mesh, model, lora = ask.mesh, ask.model, ask.lora
-    trained = [one for one in tensors if one.trained]
-    local_trained = sum(one.local_numbers for one in trained)
+    trained = [tensor for tensor in tensors if tensor.trained]
+    local_trained = sum(tensor.local_numbers for tensor in trained)
     tokens = rows * model.context_length
     kept = activation_bytes_per_token(model, ask.activation_checkpointing, MATMUL_BYTES, written_out=False)
     whole_inputs = 2 * MATMUL_BYTES * model.hidden_size if mesh.tp > 1 else 0
     largest = max(
-        one.gathered_numbers(mesh) * (2 if one.is_code and _is_packed(lora) else 1)
-        for one in tensors
-        if len(one.shape) == 2 and one.unit.startswith("blocks.")
+        tensor.gathered_numbers(mesh) * (2 if tensor.is_code and _is_packed(lora) else 1)
+        for tensor in tensors
+        if len(tensor.shape) == 2 and tensor.unit.startswith("blocks.")
     )
     unpacked = 0 if lora is None else UNPACKED_BYTES[lora.base_dtype] + (DORA_BYTES if lora.dora else 0)
     rounded = 0 if mesh.dp_shard > 1 else _rounded_bytes(ask, tensors)
@@ -436,9 +436,9 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     logits = chunk * ask.vocab_size * (MATMUL_BYTES + BYTES)
     logits += table * (BYTES + MATMUL_BYTES) if lora is None else 0  # the gradient of the head in both formats
     return MemoryEstimate(
-        weights=sum(one.local_bytes for one in tensors),
+        weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=BYTES * local_trained,
-        optimizer=sum(one.optimizer_bytes * one.local_numbers for one in trained),
+        optimizer=sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained),
         copies=unpacked * largest + rounded,
         activations=tokens * (kept // mesh.tp + whole_inputs),
         logits=-(-logits // mesh.tp),
@@ -453,7 +453,7 @@ def _rounded_bytes(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> in
     head and block at work if blocks are computed again, and all if not.
     """
     sizes = {
-        unit: sum(MATMUL_BYTES * one.local_numbers for one in parts if one.number_bytes > MATMUL_BYTES)
+        unit: sum(MATMUL_BYTES * tensor.local_numbers for tensor in parts if tensor.number_bytes > MATMUL_BYTES)
         for unit, parts in _units(tensors).items()
     }
     if ask.activation_checkpointing == "none":
@@ -469,8 +469,8 @@ def _is_packed(lora: Lora | None) -> bool:
 
 def _units(tensors: Sequence[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
     units: dict[str, list[ShardedTensor]] = {}
-    for one in tensors:
-        units.setdefault(one.unit, []).append(one)
+    for tensor in tensors:
+        units.setdefault(tensor.unit, []).append(tensor)
     return units
 
 
@@ -481,7 +481,8 @@ def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
         return 0
     sizes = {
         unit: sum(
-            one.gathered_bytes(mesh) + (BYTES * one.gathered_numbers(mesh) if one.trained else 0) for one in parts
+            tensor.gathered_bytes(mesh) + (BYTES * tensor.gathered_numbers(mesh) if tensor.trained else 0)
+            for tensor in parts
         )
         for unit, parts in _units(tensors).items()
     }
@@ -495,12 +496,12 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
     adapters, which the first process writes, and the parts of this host's devices in full training.
     """
     devices = min(HOST_DEVICES, ask.mesh.devices)
-    largest = max(one.local_numbers for one in tensors) * BYTES
-    trained = [one for one in tensors if one.trained]
+    largest = max(tensor.local_numbers for tensor in tensors) * BYTES
+    trained = [tensor for tensor in tensors if tensor.trained]
     if ask.lora is not None:
-        copies = sum(one.numbers * (BYTES + one.optimizer_bytes) for one in trained)
+        copies = sum(tensor.numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
     else:
-        copies = devices * sum(one.local_numbers * (BYTES + one.optimizer_bytes) for one in trained)
+        copies = devices * sum(tensor.local_numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
     saving, loading = copies + min(copies, FILE_BYTES), devices * largest
     return {"processes": devices * PROCESS_BYTES} | ({"loading": loading} if loading >= saving else {"saving": saving})
 
@@ -518,16 +519,16 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
             reached[collective, axis] = reached.get((collective, axis), 0.0) + received
 
     for unit, parts in _units(tensors).items():
-        whole = sum(one.gathered_bytes(mesh) for one in parts)
+        whole = sum(tensor.gathered_bytes(mesh) for tensor in parts)
         # a frozen embedding has no backward pass, and the loss uses the head once for both passes
         again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None)
         add("all-gather", "dp_shard", whole * (2 if again else 1), mesh.dp_shard)
-    for one in tensors:
-        if one.trained:
-            add("reduce-scatter", "dp_shard", BYTES * one.gathered_numbers(mesh), mesh.dp_shard)
-            add("all-reduce", "dp_replicate", BYTES * one.local_numbers, mesh.dp_replicate)
-            if one.tp is None:
-                add("all-reduce", "tp", BYTES * one.gathered_numbers(mesh), mesh.tp)
+    for tensor in tensors:
+        if tensor.trained:
+            add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard)
+            add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate)
+            if tensor.tp is None:
+                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp)
     stream = rows * model.context_length * model.hidden_size * MATMUL_BYTES
     passes = 2 + (ask.activation_checkpointing == "full")
     add("all-gather", "tp", stream * (2 * passes * model.num_layers + 2), mesh.tp)  # and embedding, head
