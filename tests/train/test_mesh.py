@@ -29,13 +29,24 @@ SHAPE = ModelConfig(
 )
 VOCAB, ROWS, STEPS = 96, 8, 5
 MESHES = ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4))
+WAYS: dict[str, Lora | None] = {
+    "full": None,
+    "LoRA": Lora(rank=4, base_dtype="float32"),
+    "LoRA, int8": Lora(rank=4, base_dtype="int8"),
+    "DoRA, NF4": Lora(rank=4, base_dtype="nf4", dora=True),
+}
+CASES = [
+    *((way, axes) for way in ("full", "LoRA") for axes in MESHES),
+    ("LoRA, int8", (1, 2, 2)),
+    ("DoRA, NF4", (1, 4, 1)),
+]
 
 
-def made(adapters: bool) -> Transformer:
+def made(adapters: Lora | None) -> Transformer:
     model = Transformer(SHAPE, VOCAB)
     model.initialize(0)
-    if adapters:
-        lora.attach(model, Lora(rank=4, base_dtype="float32"), 0)
+    if adapters is not None:
+        lora.attach(model, adapters, 0)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, weight in lora.weights(model).items():
@@ -61,40 +72,32 @@ def learned(model: Transformer, part: slice, world: World) -> dict[str, list[flo
 
 
 def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """What each rank does: all meshes of four, full and LoRA."""
+    """What each rank does."""
     found = {}
-    for adapters in (False, True):
-        for axes in MESHES:
-            mesh = Mesh(preset="gpt2-124m", **dict(zip(AXES, axes, strict=True)))
-            model = made(adapters)
-            parallelize(model, mesh, init_device_mesh("cpu", axes, mesh_dim_names=AXES))
-            groups, group = axes[0] * axes[1], world.rank // axes[2]
-            rows = ROWS // groups
-            told = learned(model, slice(group * rows, (group + 1) * rows), world)
-            told["losses"] = [loss / axes[2] for loss in told["losses"]]
-            held = sum(one.to_local().numel() for one in model.parameters())  # type: ignore[attr-defined]
-            found[f"{adapters} {axes}"] = {**told, "held": world.gather(held)}
+    for way, axes in CASES:
+        mesh = Mesh(preset="gpt2-124m", **dict(zip(AXES, axes, strict=True)))
+        model = made(WAYS[way])
+        parallelize(model, mesh, init_device_mesh("cpu", axes, mesh_dim_names=AXES))
+        groups, group = axes[0] * axes[1], world.rank // axes[2]
+        rows = ROWS // groups
+        told = learned(model, slice(group * rows, (group + 1) * rows), world)
+        told["losses"] = [loss / axes[2] for loss in told["losses"]]
+        held = sum(one.to_local().nbytes for one in model.parameters())  # type: ignore[attr-defined]
+        found[f"{way} {axes}"] = {**told, "held": world.gather(held)}
     return found
 
 
-def furthest(ours: list[float], others: list[float]) -> float:
-    return max(abs(one - other) / other for one, other in zip(ours, others, strict=True))
-
-
 @pytest.mark.slow
-def test_four_devices_learn_what_one_learns_on_every_mesh_in_full_and_with_adapters() -> None:
+def test_four_devices_learn_what_one_learns_on_every_mesh() -> None:
     found = launch.run("tests.train.test_mesh:over_meshes", {}, 4)
-    for adapters in (False, True):
-        model = made(adapters)
-        whole = sum(one.numel() for one in [*model.parameters(), *model.buffers()])
-        alone = learned(model, slice(0, ROWS), World.alone())
+    for way, axes in CASES:
+        model = made(WAYS[way])
+        whole = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+        alone, told = learned(model, slice(0, ROWS), World.alone()), found[f"{way} {axes}"]
         assert alone["losses"][-1] < alone["losses"][0] - 0.01
-        for axes in MESHES:
-            told = found[f"{adapters} {axes}"]
-            print(adapters, axes, *(furthest(told[name], alone[name]) for name in alone), told["held"], whole)
-            assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6), (adapters, axes)
-            assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6), (adapters, axes)
-            assert max(told["held"]) * axes[1] * axes[2] < 1.25 * whole  # tp does not cut norms and some adapters
+        assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6), (way, axes)
+        assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6), (way, axes)
+        assert max(told["held"]) * axes[1] * axes[2] < 1.25 * whole  # tp does not cut norms and some adapters
 
 
 @pytest.mark.parametrize(
@@ -110,3 +113,11 @@ def test_a_model_that_a_mesh_cannot_train_is_refused_by_name(changes: dict[str, 
     model = Transformer(ModelConfig(**(SHAPE.model_dump() | changes)), VOCAB)
     with pytest.raises(ConfigError, match=told):
         check_model(model, Mesh(preset="gpt2-124m", tp=tp))
+
+
+@pytest.mark.parametrize("adapters", [Lora(base_dtype="nf4"), Lora(dora=True)])
+def test_adapters_that_tp_cannot_train_are_refused_by_name(adapters: Lora) -> None:
+    model = made(adapters)
+    check_model(model, Mesh(preset="gpt2-124m", dp_shard=4))
+    with pytest.raises(ConfigError, match="NF4 and DoRA are not cut by tp yet"):
+        check_model(model, Mesh(preset="gpt2-124m", tp=2))

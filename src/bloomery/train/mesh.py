@@ -5,7 +5,7 @@ Between modules, tensors are plain and whole on each device of tp, but for the o
 module that tp cuts, its weights are DTensors. So the code of the model stays that of one device. FSDP2 then cuts
 every tensor over dp_shard, gathers a unit at a time, and adds gradients over dp_shard and dp_replicate.
 
-No stage trains this way yet. It is here, with a test, so that plans and training share one table.
+No stage trains over a mesh yet. Plans and this module share one table, and a test compares it with one device.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from bloomery.core.errors import ConfigError
 from bloomery.model.attention import Attention
 from bloomery.model.layers import LayerNorm, RMSNorm
 from bloomery.model.lora import LoRALinear
-from bloomery.model.quantize import QuantizedLinear
+from bloomery.model.quantize import NF4, QuantizedLinear
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Mesh
 from bloomery.train.sharding_rules import ShardingKind, check_mesh, local_shape, placement
@@ -35,8 +35,7 @@ def parallelize(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
     Leave on each device its part of every weight. `devices` has the axes of AXES, in their sizes. All begin with the
     same whole weights. Losses are those of a device's sequences, divided by the tokens of all: gradients are added.
 
-    Raises ConfigError for a shape that the mesh cannot cut, for a tied head, and with tp for ALiBi and for vectors
-    that heads share.
+    Raises ConfigError for a shape that the mesh cannot cut, and what `check_model` does.
     """
     check_model(model, mesh)
     _keep_as_parameters(model)
@@ -75,11 +74,16 @@ def parallelize(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
 
 
 def check_model(model: Transformer, mesh: Mesh) -> None:
-    """Raises ConfigError for a model that a mesh cannot train, by name."""
+    """Raises ConfigError for a tied head, and with tp for ALiBi, NF4, DoRA and vectors that heads share."""
     config = model.config
     check_mesh(config, mesh)
+    whole = any(
+        isinstance(module, NF4) or (isinstance(module, LoRALinear) and module.magnitude is not None)
+        for module in model.modules()
+    )
     for reason, hint in (
         ("a tied head is in two units" if config.tie_embeddings else "", "Set tie_embeddings=false."),
+        ("NF4 and DoRA are not cut by tp yet" if mesh.tp > 1 and whole else "", "Set mesh.tp=1."),
         ("ALiBi counts all heads" if mesh.tp > 1 and config.position_embedding == "alibi" else "", "Set mesh.tp=1."),
         (
             "vectors that heads share are not added up over tp yet"
