@@ -126,7 +126,7 @@ def _run_verbs(verbs: Any) -> None:
     other.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="memory of a device, for example 16GiB")
     devices = "number of devices that train together (default: the recipe's num_processes)"
     other.add_argument("--devices", type=DEVICES, metavar="N", help=devices)
-    drawn = _group(verb, "a mesh of devices", "plan recipes/llama-3.1-405b-lora-8x192gb.toml --html sharding.html")
+    drawn = _group(verb, "a mesh of devices", "plan recipes/llama-3.1-405b-lora-8x192gb.toml --html a.html")
     drawn.add_argument("--html", type=_path, metavar="FILE", help="draw where each tensor of finetune.mesh lies")
     cost = _group(verb, "cost", "plan recipes/demo.toml --price 2.5 --power-watts 900")
     cost.add_argument(
