@@ -588,7 +588,7 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
     ]
     keys = [tag("li", tag("span", class_=f"key {look}"), text) for look, text in LOOKS.values()]
     more = f"The first {DRAWN_DEVICES} of {mesh.devices:,} devices." if mesh.devices > DRAWN_DEVICES else None
-    sections = {
+    sections: dict[str, tuple[str, list[object]]] = {
         "memory": ("Memory of a device", [charts.table(("at the peak", "bytes"), memory_rows)]),
         "traffic": (
             "Received by a device in a step",

@@ -26,7 +26,7 @@ SMALL = ModelConfig(
 
 
 def request(model: ModelConfig, mesh: Mesh, adapters: Lora | None = None, **more: Any) -> ShardingRequest:
-    sizes = {"vocab_size": 512, "optimizer": AdamW(), "rows_per_step": 8} | more
+    sizes: dict[str, Any] = {"vocab_size": 512, "optimizer": AdamW(), "rows_per_step": 8} | more
     return ShardingRequest(model=model, mesh=mesh, lora=adapters, **sizes)
 
 
@@ -39,7 +39,7 @@ def of_preset(
 ) -> ShardingPlan:
     mesh = Mesh(preset=preset, **axes)
     model = ModelConfig(preset=preset).model_copy(update={"context_length": tokens})
-    adapters = None if base is None else Lora(rank=8, base_dtype=base)  # type: ignore[arg-type]
+    adapters = None if base is None else Lora(rank=8, base_dtype=base)
     ask = request(model, mesh, adapters, vocab_size=PRESETS[preset].vocab_size, rows_per_step=rows)
     entry = named(device)
     return sharded(ask, of_entry(entry, mesh.devices), entry.link)
@@ -49,7 +49,7 @@ def of_preset(
 @pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
 def test_all_devices_together_hold_what_a_model_of_training_keeps(base: str, axes: dict[str, int]) -> None:
     """Once a copy, but for vectors that each device of tp has whole."""
-    adapters = Lora(rank=8, base_dtype=base)  # type: ignore[arg-type]
+    adapters = Lora(rank=8, base_dtype=base)
     model = Transformer(SMALL, 512)
     lora.attach(model, adapters, 0)
     plan = small(adapters, **axes)
