@@ -261,6 +261,8 @@ def plan(
     resolved = _recipe(recipe, settings)
     cost = HourlyPrice(per_hour=price, watts=power_watts)
     wish = stages_plan.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
+    if mesh := stages_plan.mesh_plan(resolved, wish):
+        return stages_plan.mesh_facts(resolved.name, mesh)
     return stages_plan.report(STAGES, resolved, Path(runs).expanduser() / resolved.name, wish)[0]
 
 

@@ -125,6 +125,8 @@ def _run_verbs(verbs: Any) -> None:
     other.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="memory of a device, for example 16GiB")
     devices = "number of devices that train together (default: the recipe's num_processes)"
     other.add_argument("--devices", type=DEVICES, metavar="N", help=devices)
+    drawn = _group(verb, "a mesh of devices", "plan recipes/llama-3.1-405b-lora-8x192gb.toml --html a.html")
+    drawn.add_argument("--html", type=_path, metavar="FILE", help="draw where each tensor of finetune.mesh lies")
     cost = _group(verb, "cost", "plan recipes/demo.toml --price 2.5 --power-watts 900")
     cost.add_argument(
         "--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="price of all devices per hour, in any currency"
@@ -507,23 +509,17 @@ def plan(options: argparse.Namespace) -> int:
     recipe = config.load(Recipe, options.recipe, options.settings)
     price = HourlyPrice(per_hour=options.price, watts=options.power_watts)
     wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
+    words = ["bloomery", "plan", str(options.recipe)]
+    if mesh := stages_plan.mesh_plan(recipe, wish, options.html):
+        text = stages_plan.mesh_lines(mesh, [*words, *options.settings, *wish.words()], options.html)
+        print(json.dumps(stages_plan.mesh_facts(recipe.name, mesh)) if options.json else "\n".join(text))
+        return 2  # a run refuses it
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
     text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
-    fits = facts["fits"] is not False
-    changes = [] if fits else stages_plan.settings_that_fit(plans)
-    changed = {setting.partition("=")[0] for setting in changes}
-    kept = [setting for setting in options.settings if setting.partition("=")[0] not in changed]
-    words = ["bloomery", "run" if fits else "plan", str(options.recipe), *kept, *changes]
-    words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
-    if changes:
-        words += ["--device", wish.device] if wish.device else []
-        words += [f"--memory={wish.memory_bytes / 2**30:g}GiB"] if wish.memory_bytes else []
-        words += [f"--devices={wish.devices}"] if wish.devices else []
-        text.append(f"Next: {shlex.join(words)}")
-    elif fits and wish.device is None and wish.memory_bytes is None:
-        text.append(f"Next: {shlex.join(words)}")
+    runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
+    text += stages_plan.next_command(words, options.settings, runs, wish, plans)
     print(json.dumps(facts) if options.json else "\n".join(text))
-    return 0 if fits else 2
+    return 2 if facts["fits"] is False else 0
 
 
 def status(options: argparse.Namespace) -> int:

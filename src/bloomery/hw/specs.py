@@ -38,6 +38,8 @@ class Entry:
     """Whether Linux lends it half of that, unless `ttm.pages_limit` says more."""
     gemm: float | None = None
     """FLOP/s that others have measured for matmuls in bfloat16."""
+    link: float | None = None
+    """Bytes a second that it sends to the other devices of its host over all links, by the maker; from memory."""
 
     def peak(self, precision: str) -> float | None:
         return self.flops.get(precision)
@@ -55,9 +57,13 @@ def _entry(
     shared: bool = False,
     gtt: bool = False,
     gemm: SpecNumber | None = None,
+    link: SpecNumber | None = None,
     **others: SpecNumber,
 ) -> Entry:
-    """`name`: names separated by |. Rates: in 10¹² a second; float16 has the rate of bf16 unless `others` has one."""
+    """
+    `name`: names separated by |. `link`: in 10⁹ bytes a second. Rates: in 10¹² a second; float16 has the rate of bf16
+    unless `others` has one.
+    """
     rates = {"bfloat16": bf16, "float16": others.get("fp16", bf16), "float32": others.get("fp32")}
     return Entry(
         key=key,
@@ -70,6 +76,7 @@ def _entry(
         shared=shared or gtt,
         gtt=gtt,
         gemm=None if gemm is None else gemm * 1e12,
+        link=None if link is None else link * 1e9,
     )
 
 
@@ -91,10 +98,10 @@ CATALOG = (
     _entry("strix-halo-64", "8060s", 64, 256, 59.4, HALO, gtt=True, gemm=33.5),
     _entry("strix-halo-8050s", "8050s", None, 256, 45.9, UNITS, "computed", gtt=True),
     _entry("strix-point-890m", "890m", None, 120, 23.8, "units and clock as rocminfo shows them", gtt=True),
-    _entry("7900xtx", "7900 xtx", 24, 960, 122.8, MFU_H),
+    _entry("7900xtx", "7900 xtx", 24, 960, 122.8, MFU_H, link=31.5),
     _entry("7900xt", "7900 xt", 20, 800, 103.0, UNITS, "computed"),
     _entry("w7900", "w7900", 48, 864, 122.6, UNITS, "computed"),
-    _entry("9070xt", "9070 xt", 16, 640, 194.6, UNITS, "computed"),
+    _entry("9070xt", "9070 xt", 16, 640, 194.6, UNITS, "computed", link=63.0),
     _entry("9070", "rx 9070", 16, 640, 144.5, UNITS, "computed"),
     _entry("9060xt", "9060 xt", 16, 320, 102.6, UNITS, "computed"),
     _entry("r9700", "r9700", 32, 640, 191.4, UNITS, "computed"),
@@ -103,35 +110,35 @@ CATALOG = (
     _entry("mi250x", "mi250x", 64, 1638, 191.5, f"{TITAN}, one of two dies"),
     _entry("mi250", "mi250", 64, 1638, 181.0, f"{NANOCHAT}, one of two dies"),
     _entry("mi300a", "mi300a", 128, 5300, 980.6, TORCH, shared=True, fp32=122.6),
-    _entry("mi300x", "mi300x", 192, 5300, 1307.4, TORCH, fp32=163.4),
-    _entry("mi325x", "mi325x", 256, 6000, 1307.4, NANOCHAT),
-    _entry("mi350x", "mi350x", 288, 8000, 2309.6, TORCH, fp32=144.2),
-    _entry("mi355x", "mi355x", 288, 8000, 2516.6, NANOCHAT),
+    _entry("mi300x", "mi300x", 192, 5300, 1307.4, TORCH, fp32=163.4, link=448),
+    _entry("mi325x", "mi325x", 256, 6000, 1307.4, NANOCHAT, link=448),
+    _entry("mi350x", "mi350x", 288, 8000, 2309.6, TORCH, fp32=144.2, link=537.6),
+    _entry("mi355x", "mi355x", 288, 8000, 2516.6, NANOCHAT, link=537.6),
     _entry("mi50", "mi50|radeon vii", 16, 1024, None, f"{MFU_H}; it has no units for bfloat16", fp16=26.5),
     _entry("dcu-z100", "z100", 16, 1024, None, "no table of anybody; measure", "doubtful"),
     _entry("dcu-k100", "k100", 64, None, None, "no table of anybody; measure", "doubtful"),
     _entry("dcu-k100-ai", "k100_ai|k100 ai", 64, 896, 196.0, "what sellers say", "doubtful"),
     _entry("rtx-3060", "rtx 3060", 12, 360, 25.5, MFU_H),
-    _entry("rtx-3090", "rtx 3090", 24, 936, 71.2, f"{NANOCHAT}; {MFU_H}"),
+    _entry("rtx-3090", "rtx 3090", 24, 936, 71.2, f"{NANOCHAT}; {MFU_H}", link=31.5),
     _entry("rtx-a6000", "rtx a6000", 48, 768, 154.8, TITAN),
     _entry("rtx-4060-ti-16", "rtx 4060 ti", 16, 288, 44.1, MFU_H),
     _entry("rtx-4060-ti-8", "rtx 4060 ti", 8, 288, 44.1, MFU_H),
     _entry("rtx-4070", "rtx 4070", 12, 504, 58.3, MFU_H),
-    _entry("rtx-4080", "rtx 4080", 16, 717, 97.5, MFU_H),
-    _entry("rtx-4090", "rtx 4090", 24, 1008, 165.2, f"{NANOCHAT}; {MFU_H}"),
+    _entry("rtx-4080", "rtx 4080", 16, 717, 97.5, MFU_H, link=31.5),
+    _entry("rtx-4090", "rtx 4090", 24, 1008, 165.2, f"{NANOCHAT}; {MFU_H}", link=31.5),
     _entry("rtx-5060-ti-16", "rtx 5060 ti", 16, 448, 47.4, UNITS, "computed"),
     _entry("rtx-5060-ti-8", "rtx 5060 ti", 8, 448, 47.4, UNITS, "computed"),
     _entry("rtx-5070", "rtx 5070", 12, 672, 61.7, UNITS, "computed"),
     _entry("rtx-5070-ti", "rtx 5070 ti", 16, 896, 87.9, UNITS, "computed"),
     _entry("rtx-5080", "rtx 5080", 16, 960, 112.6, "a measurement's page with units and clock"),
-    _entry("rtx-5090", "rtx 5090", 32, 1792, 209.5, NANOCHAT),
-    _entry("a100-40", "a100-sxm4-40|a100-pcie-40", 40, 1555, 312.0, NANOCHAT, fp32=19.5),
-    _entry("a100-80", "a100", 80, 2039, 312.0, f"{NANOCHAT}; {TORCH}", fp32=19.5),
-    _entry("h100", "h100", 79, 3350, 989.4, f"{NANOCHAT}; {TITAN}", fp32=67.0),
-    _entry("h100-pcie", "h100 pcie", 79, 2000, 756.0, f"{NANOCHAT}; {TITAN}"),
-    _entry("h200", "h200", 139, 4800, 989.4, f"{NANOCHAT}; {TITAN}"),
-    _entry("b200", "b200", 178, 8000, 2250.0, f"{NANOCHAT}; {TITAN}"),
-    _entry("l4", "nvidia l4", 22, 300, 121.2, NANOCHAT, fp32=30.3),
+    _entry("rtx-5090", "rtx 5090", 32, 1792, 209.5, NANOCHAT, link=63.0),
+    _entry("a100-40", "a100-sxm4-40|a100-pcie-40", 40, 1555, 312.0, NANOCHAT, fp32=19.5, link=300),
+    _entry("a100-80", "a100", 80, 2039, 312.0, f"{NANOCHAT}; {TORCH}", fp32=19.5, link=300),
+    _entry("h100", "h100", 79, 3350, 989.4, f"{NANOCHAT}; {TITAN}", fp32=67.0, link=450),
+    _entry("h100-pcie", "h100 pcie", 79, 2000, 756.0, f"{NANOCHAT}; {TITAN}", link=63.0),
+    _entry("h200", "h200", 139, 4800, 989.4, f"{NANOCHAT}; {TITAN}", link=450),
+    _entry("b200", "b200", 178, 8000, 2250.0, f"{NANOCHAT}; {TITAN}", link=900),
+    _entry("l4", "nvidia l4", 22, 300, 121.2, NANOCHAT, fp32=30.3, link=31.5),
     _entry("t4", "tesla t4", 15, 320, None, "40 units x 1024 a cycle x 1.59 GHz, from memory", "computed", fp16=65.1),
     _apple("m1", 68, 2.6),
     _apple("m1 max", 400, 10.6),
@@ -146,6 +153,13 @@ CATALOG = (
     _apple("m4 max", 546, 16.2),
 )
 """`source` is that of the rates; half of the bandwidths are remembered, and stand in no table that was read."""
+
+
+LORA_MFU = 0.178
+"""
+Share of the spec sheet's FLOP/s that NVIDIA's AutoModel publishes for LoRA of Llama 3.1 70B, at 4 FLOP a weight and
+token.
+"""
 
 
 def named(name: str, memory_bytes: int | None = None) -> Entry:

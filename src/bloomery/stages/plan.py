@@ -7,10 +7,11 @@ This module needs no torch.
 import importlib.util
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import numpy
 from bloomery.core import cache, pipeline
 from bloomery.core.config import nested, paths, plain
 from bloomery.core.errors import ConfigError
-from bloomery.core.io import MANIFEST
+from bloomery.core.io import MANIFEST, whole_file
 from bloomery.core.log import about, wrapped
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
@@ -29,18 +30,21 @@ from bloomery.data.chat.messages import Conversation
 from bloomery.data.sources import http_client, stdlib
 from bloomery.data.sources.local import WORLD_BYTES, StandardLibrary, Worlds
 from bloomery.data.sources.remote import Reach
+from bloomery.evaluation import charts
+from bloomery.evaluation.charts import Html, tag
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host
 from bloomery.hw.launcher import cores
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig, cost
 from bloomery.stages.config import Pretrain, check_named_paths
-from bloomery.train.config import Finetune, Training, trained_tokens
+from bloomery.train.config import Finetune, Mesh, Training, trained_tokens
 from bloomery.train.plan import memory
 from bloomery.train.plan import report as plan_report
 from bloomery.train.plan.memory import Machine, of_entry, of_memory
 from bloomery.train.plan.report import HourlyPrice, PlanReport
 from bloomery.train.plan.search import FitCheck
+from bloomery.train.plan.sharding import ShardedTensor, ShardingPlan, asked, fix, sharded
 
 Here = Callable[[Training, int], Machine]
 
@@ -65,6 +69,25 @@ class Wish:
             unknown = "an assumed device of 16 GiB, as nothing is known of this machine without torch"
             return replace(of_memory(UNKNOWN_BYTES, devices), name=f"{unknown} (say --device or --memory)")
         return here(config, devices)
+
+    def words(self) -> list[str]:
+        """In those of the command line."""
+        words = ["--device", self.device] if self.device else []
+        words += [f"--memory={self.memory_bytes / GIB:g}GiB"] if self.memory_bytes else []
+        return [*words, f"--devices={self.devices}"] if self.devices else words
+
+    def of_mesh(self, mesh: Mesh) -> tuple[Machine, float | None]:
+        """The devices of a mesh, and the bytes a second of their links where those are known. Raises ConfigError."""
+        if self.devices not in (None, mesh.devices):
+            what = f"{self.devices} devices were asked for, and dp_replicate x dp_shard x tp is {mesh.devices}"
+            raise ConfigError(what, where="finetune.mesh", hint="Leave out --devices, or change the mesh.")
+        if name := self.device or (None if self.memory_bytes else mesh.device):
+            entry = named(name, self.memory_bytes)
+            return of_entry(entry, mesh.devices, self.memory_bytes), entry.link
+        if self.memory_bytes is None:
+            hint = 'Set device="...", or say --device or --memory.'
+            raise ConfigError("no device is named", where="finetune.mesh", hint=hint)
+        return of_memory(self.memory_bytes, mesh.devices), None
 
 
 def report(
@@ -442,6 +465,21 @@ def settings_that_fit(reports: Mapping[str, PlanReport]) -> list[str]:
     return list(dict.fromkeys(settings))
 
 
+def next_command(
+    words: Sequence[str], settings: Sequence[str], runs: Sequence[str], wish: Wish, reports: Mapping[str, PlanReport]
+) -> list[str]:
+    """The line with the next command, of the words and settings of this one: a run, or a plan that fits; [] if none."""
+    fits = all(plan.choice.fits for plan in reports.values())
+    changes = settings_that_fit(reports)
+    if not changes and not (fits and wish.device is None and wish.memory_bytes is None):
+        return []
+    changed = {setting.partition("=")[0] for setting in changes}
+    kept = [setting for setting in settings if setting.partition("=")[0] not in changed]
+    program, verb, recipe = words
+    command = [program, "run" if fits else verb, recipe, *kept, *changes, *runs]
+    return [f"Next: {shlex.join([*command, *(wish.words() if changes else [])])}"]
+
+
 def lines(summary: Mapping[str, Any], reports: Mapping[str, PlanReport]) -> list[str]:
     """As text of 80 columns."""
     text_lines = [wrapped(line, " " * 13) for line in _stage_lines(summary)]
@@ -474,3 +512,180 @@ def _stage_lines(summary: Mapping[str, Any]) -> list[str]:
         key = ("skipped", f": the recipe has no {' and '.join(f'[{one}]' for one in missing)}")
         groups.setdefault(key, []).append(name)
     return [f"{state:<12} {', '.join(names)}{reason}" for (state, reason), names in groups.items()]
+
+
+# --- plans over a mesh, which a run refuses -------------------------------------------------------------------------
+
+NOT_TRAINED = "This plan is arithmetic. `bloomery run` does not train over a mesh yet, and refuses this recipe."
+
+
+def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
+    """
+    Of a recipe with finetune.mesh; None for any other. `html` is a file for its page. Raises ConfigError where the mesh
+    cannot cut the shape, or where there is none, and RunError where the page cannot be written.
+    """
+    config = recipe.finetune
+    if config is None or config.mesh is None:
+        if html is not None:
+            what, hint = "it shows finetune.mesh, and the recipe has none", "Leave out --html."
+            raise ConfigError(what, where="--html", hint=hint)
+        return None
+    ask = asked(config, recipe.instruct.sequence_length)
+    target, link = wish.of_mesh(config.mesh)
+    plan = sharded(ask, target, link)
+    if html is not None:
+        write_mesh_page(plan, html)
+    return plan
+
+
+def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
+    """As JSON data."""
+    return {"recipe": recipe, "fits": plan.fits, "runs": False, "why_not": NOT_TRAINED, "finetune": plan.facts()}
+
+
+def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = None) -> list[str]:
+    """As text of 80 columns. `words` are those of the command; the last line is the next command."""
+    peak, usable = plan.memory.peak / GIB, plan.target.usable_bytes / GIB
+    change = None
+    if plan.fits:
+        verdict = f"It fits by arithmetic: {peak:,.1f} of {usable:,.1f} GiB on each device."
+    else:
+        verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, and {usable:,.1f} GiB are usable."
+        change = fix(plan)
+    text = [*plan.lines(), "", verdict, NOT_TRAINED]
+    if change is not None:
+        name = change.partition("=")[0]
+        text.append(f"Next: {shlex.join([*(word for word in words if not word.startswith(f'{name}=')), change])}")
+    elif html is None:
+        text.append(f"Next: {shlex.join([*words, '--html', 'sharding.html'])}")
+    return [wrapped(line, "" if line in (verdict, NOT_TRAINED) else "    ") for line in text]
+
+
+DRAWN_DEVICES = 64
+SIDE, THIN = 40, 9
+"""Of the picture of a tensor, in pixels: a side that is long, and one that is short next to it."""
+LOOKS = {
+    (False, False): ("whole", "whole on each device"),
+    (True, False): ("shard", "a part by dp_shard"),
+    (False, True): ("tp", "a part by tp"),
+    (True, True): ("both", "a part by tp and dp_shard"),
+}
+MESH_STYLE = """
+.device { padding: .9rem 1.1rem; border: 1px solid var(--line); border-radius: .8rem; background: var(--card); }
+.device h3 { margin: 0 0 .4rem; font-size: 1rem; }
+.device h4 { margin: .8rem 0 .3rem; }
+.parts { display: flex; flex-wrap: wrap; gap: .5rem .7rem; }
+.part { margin: 0; font-size: .7rem; color: var(--quiet); max-width: 6rem; overflow-wrap: anywhere; }
+.part svg { display: block; }
+.part .edge { fill: none; stroke: var(--gray); }
+.key { display: inline-block; width: .9rem; height: .9rem; margin-right: .35rem; vertical-align: -.1rem; }
+.whole { fill: var(--gray); background: var(--gray); }
+.shard { fill: var(--blue); background: var(--blue); }
+.tp { fill: var(--ember); background: var(--ember); }
+.both { fill: var(--right); background: var(--right); }
+"""
+
+
+def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
+    """The sharding as a page that loads nothing: a box for each device. Raises RunError where it cannot be written."""
+    mesh = plan.ask.mesh
+    axes = [range(size) for size in (mesh.dp_replicate, mesh.dp_shard, mesh.tp)]
+    devices = list(islice(product(*axes), DRAWN_DEVICES))
+    _, parts = plan.memory.at_peak
+    memory_rows = [(name, f"{size / GIB:,.2f} GiB") for name, size in parts.items() if size]
+    tensors = [
+        (
+            tensor.name,
+            _sizes(tensor.shape),
+            _sizes(tensor.local_shape),
+            _look(tensor)[1],
+            charts.size(tensor.local_bytes),
+        )
+        for _, unit in plan.units()
+        for tensor in unit
+    ]
+    keys = [tag("li", tag("span", class_=f"key {look}"), text) for look, text in LOOKS.values()]
+    more = f"The first {DRAWN_DEVICES} of {mesh.devices:,} devices." if mesh.devices > DRAWN_DEVICES else None
+    sections: dict[str, tuple[str, list[object]]] = {
+        "memory": ("Memory of a device", [charts.table(("at the peak", "bytes"), memory_rows)]),
+        "traffic": (
+            "Received by a device in a step",
+            [
+                charts.table(
+                    ("collective", "over", "bytes"),
+                    [(traffic.collective, traffic.axis, charts.size(traffic.num_bytes)) for traffic in plan.traffic],
+                )
+            ],
+        ),
+        "devices": (
+            "Devices",
+            [
+                tag("ul", *keys, class_="chips"),
+                more and tag("p", more, class_="note"),
+                tag("div", *(_device(plan, *at) for at in devices), class_="cards"),
+            ],
+        ),
+        "tensors": (
+            "Tensors",
+            [charts.table(("tensor", "shape", "on a device", "placement", "bytes"), tensors)],
+        ),
+    }
+    contents = [tag("li", tag("a", title, href=f"#{anchor}")) for anchor, (title, _) in sections.items()]
+    head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
+    title = f"{mesh.preset} on {mesh.devices:,} devices"
+    lines = [line.strip() for line in plan.lines()[:3]]
+    body = [
+        tag("header", tag("h1", title), *(tag("p", line) for line in (*lines, NOT_TRAINED))),
+        tag("nav", tag("ol", *contents), aria_label="Contents"),
+        tag("main", *(tag("section", tag("h2", name), *made, id=key) for key, (name, made) in sections.items())),
+    ]
+    style = tag("style", Html(charts.STYLE + MESH_STYLE))
+    page = tag("html", tag("head", head, tag("title", title), style), tag("body", *body), lang="en")
+    with whole_file(file, "w") as out:
+        out.write(f"<!doctype html>\n{page}\n")
+
+
+def _device(plan: ShardingPlan, replica: int, shard: int, tp: int) -> Html:
+    """The box of a device: each tensor of each kind of unit as an outline, with its part of it filled."""
+    units = [
+        tag(
+            "div",
+            tag("h4", unit[0].unit if len(names) == 1 else f"{unit[0].unit} and {len(names) - 1:,} like it"),
+            tag("div", *(_part(plan, tensor, shard, tp) for tensor in unit), class_="parts"),
+        )
+        for names, unit in plan.units()
+    ]
+    return tag("div", tag("h3", f"dp_replicate {replica}, dp_shard {shard}, tp {tp}"), *units, class_="device")
+
+
+def _part(plan: ShardingPlan, tensor: ShardedTensor, shard: int, tp: int) -> Html:
+    tall = tensor.shape[0]
+    wide = tensor.shape[1] if len(tensor.shape) > 1 else 0
+    sides = [SIDE if tall * 16 > wide else THIN, SIDE if wide * 16 > tall else THIN]
+    corner, extent = [1.0, 1.0], [float(side) for side in sides]
+    mesh = plan.ask.mesh
+    for dim, index, count in ((tensor.tp, tp, mesh.tp), (tensor.dp_shard, shard, mesh.dp_shard)):
+        if dim is not None:
+            extent[dim] /= count
+            corner[dim] += index * extent[dim]
+    fill = tag(
+        "rect",
+        class_=_look(tensor)[0],
+        x=f"{corner[1]:.2f}",
+        y=f"{corner[0]:.2f}",
+        width=f"{extent[1]:.2f}",
+        height=f"{extent[0]:.2f}",
+    )
+    edge = tag("rect", class_="edge", x="1", y="1", width=str(sides[1]), height=str(sides[0]))
+    name = tensor.name.removeprefix(f"{tensor.unit}.")
+    label = f"{name}: {_sizes(tensor.local_shape)} of {_sizes(tensor.shape)}"
+    size = {"width": str(sides[1] + 2), "height": str(sides[0] + 2)}
+    return tag("figure", tag("svg", fill, edge, role="img", aria_label=label, **size), name, class_="part")
+
+
+def _look(tensor: ShardedTensor) -> tuple[str, str]:
+    return LOOKS[tensor.dp_shard is not None, tensor.tp is not None]
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)

@@ -1,5 +1,6 @@
 """How a model is trained, as numbers. Needs no torch."""
 
+import difflib
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -8,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from bloomery.core.bounds import Between, Context, DiskPath, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config, build, plain
 from bloomery.hw.host import DeviceChoice
-from bloomery.model.config import Lora, RopeScaling
+from bloomery.model.config import PRESETS, Lora, RopeScaling
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""
@@ -240,6 +241,40 @@ def trained_tokens(global_batch_tokens: int, context: int) -> int:
     return max(1, global_batch_tokens // context) * context
 
 
+MeshAxis = Annotated[int, Between(1, 1024, "no plan is for more devices")]
+
+
+class Mesh(Config):
+    """
+    Devices along three axes, for `bloomery plan`. `bloomery run` does not train over a mesh yet, and refuses one.
+    """
+
+    preset: str
+    """Shape of the model, by its name in `model/config.py`. No weights are read."""
+    device: str | None = None
+    """Which device, by its name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
+    dp_replicate: MeshAxis = 1
+    """Copies of the model, each on other sequences."""
+    dp_shard: MeshAxis = 1
+    """Devices that share a copy: each holds a part of every tensor, and gathers a block when it computes it."""
+    tp: MeshAxis = 1
+    """Devices that compute each matmul together, every one with its part of the matrix."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @model_validator(mode="after")
+    def _is_of_a_known_shape(self) -> "Mesh":
+        if self.preset not in PRESETS:
+            near = difflib.get_close_matches(self.preset, PRESETS, n=1)
+            hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
+            raise ValueError(f"preset: there is no preset {self.preset!r}; {hint}")
+        if self.devices > 1024:
+            raise ValueError(f"{self.devices:,} devices, and no plan is for more than 1,024")
+        return self
+
+
 class Training(Config):
     """What pretraining and finetuning have in common."""
 
@@ -455,6 +490,8 @@ class Finetune(Training, Adapters):
     """Which weights the run keeps at its end: those of the lowest validation loss, or those of the last step."""
     early_stopping: EarlyStopping | None = None
     """End training when the validation loss no longer falls. Not set: all steps are trained."""
+    mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
+    """Only for `bloomery plan`: memory and communication on many devices. `run` refuses it."""
     eval_every: Steps = 100
     """Steps between measurements of the validation loss. The end of an epoch is measured too."""
     optimizer: Optimizer = Field(Muon(muon_lr=0.01, learning_rate=1e-3), validate_default=True)

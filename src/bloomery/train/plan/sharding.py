@@ -1,0 +1,570 @@
+"""
+Plan a run over a mesh without any device: placement and bytes of every tensor, memory, communication, tokens a second.
+
+The model is built on the meta device, so that its tensors have shapes and no numbers. RULES of
+train/sharding_rules.py say where each tensor lies. Everything after that is arithmetic:
+
+    resident     weights, adapters, gradients and optimizer numbers of this device's parts
+    gathered     the unit at work and the next one in transfer, in the format of matmuls; codes stay codes. Trained
+                 weights have their whole gradient in float32 too
+    copies       the largest matrix written out of its int8 or NF4 codes, by plain tensor operations; where nothing
+                 is gathered, float32 weights rounded for matmuls
+    activations  as in train/plan/memory.py, cut by tp; with tp, the full-length inputs of one block's matmuls too
+    logits       one chunk of the loss, cut by tp
+
+Communication counts the bytes that a device receives in a step, by ring algorithms: (n − 1) / n of a gathered or
+reduced tensor, twice that for an all-reduce. Units are gathered in the forward and again in the backward pass of each
+micro-batch. With tp, each block gathers its tokens and sums its outputs twice in a pass.
+
+Speed: the FLOP/s of the spec sheet times LORA_MFU, at 4 FLOP a weight and token for LoRA and 6 for full training. If
+the links need longer at the rate of the spec sheet, they decide.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bloomery.core.errors import ConfigError
+from bloomery.core.log import counted
+from bloomery.core.pipeline import resolve
+from bloomery.hw.specs import GIB, LORA_MFU
+from bloomery.model.config import PRESETS, Lora, ModelConfig, cost, matrices, targets
+from bloomery.train.config import Finetune, Level, Mesh, Optimizer
+from bloomery.train.plan import memory
+from bloomery.train.plan.memory import (
+    BYTES,
+    FILE_BYTES,
+    HOST_SHARE,
+    LOGITS_CHUNK_BYTES,
+    OPTIMIZER_BYTES,
+    PROCESS_BYTES,
+    ROUNDED_WHOLE,
+    SCALES_WHOLE,
+    UPDATE_NUMBERS,
+    USUAL_TOKENS,
+    Machine,
+    MemoryEstimate,
+    activation_bytes_per_token,
+)
+from bloomery.train.sharding_rules import check_mesh, frozen_tensors, local_shape, placement, rule_of
+
+MATMUL_BYTES = 2
+"""Of a number in matmuls: bfloat16."""
+UNPACKED_BYTES = {"float32": 2, "bfloat16": 0, "int8": 6, "nf4": 10, "nf4_double": 10}
+"""Of a number of a frozen matrix, while it is written out: float32 first, then bfloat16."""
+DORA_BYTES = 12
+"""More of it with DoRA, which adds B A in float32 and takes the length of each row."""
+HOST_DEVICES = 8
+"""Of one host, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTensor:
+    """A tensor of the model and the part of it that a device holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    unit: str
+    tp: int | None
+    """Dim that tp cuts."""
+    dp_shard: int | None
+    """Dim that dp_shard cuts."""
+    number_bytes: int
+    trained: bool
+    optimizer_bytes: int
+    """For each number."""
+    is_code: bool
+    """Whether it is gathered as it is: codes and their scales."""
+
+    @property
+    def numbers(self) -> int:
+        return _product(self.shape)
+
+    @property
+    def local_numbers(self) -> int:
+        return _product(self.local_shape)
+
+    @property
+    def local_bytes(self) -> int:
+        return self.local_numbers * self.number_bytes
+
+    def gathered_numbers(self, mesh: Mesh) -> int:
+        """Of the part that a device of tp computes with."""
+        return self.local_numbers * (mesh.dp_shard if self.dp_shard is not None else 1)
+
+    def gathered_bytes(self, mesh: Mesh) -> int:
+        width = self.number_bytes if self.is_code else min(self.number_bytes, MATMUL_BYTES)
+        return self.gathered_numbers(mesh) * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingRequest:
+    """What is trained on which mesh."""
+
+    model: ModelConfig
+    """Its context is the length of the packed sequences."""
+    vocab_size: int
+    mesh: Mesh
+    optimizer: Optimizer
+    rows_per_step: int
+    """Of the whole global batch."""
+    lora: Lora | None = None
+    """None: all weights are trained, in float32."""
+    activation_checkpointing: Level = "full"
+    rows: int = 0
+    """At once on each device. 0: as many as fit."""
+
+    @property
+    def rows_per_device(self) -> int:
+        """Of a step, on each device of dp_replicate and dp_shard."""
+        return -(-self.rows_per_step // (self.mesh.dp_replicate * self.mesh.dp_shard))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a device receives in a step."""
+
+    collective: str
+    axis: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    ask: ShardingRequest
+    target: Machine
+    link: float | None
+    """Bytes a second of a device."""
+    tensors: Sequence[ShardedTensor]
+    rows: int
+    memory: MemoryEstimate
+    host: dict[str, int]
+    """Bytes of a host, by what takes them."""
+    traffic: Sequence[Traffic]
+    needed: int | None = None
+    """The smallest dp_shard that fits, where this one does not."""
+
+    @property
+    def fits(self) -> bool:
+        there = self.target.host_bytes
+        host = there is None or sum(self.host.values()) <= HOST_SHARE * there
+        return host and self.memory.peak <= self.target.usable_bytes
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.ask.rows_per_device // self.rows)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.ask.rows_per_step * self.ask.model.context_length
+
+    @property
+    def flops_per_token(self) -> float:
+        return (6.0 if self.ask.lora is None else 4.0) * cost(self.ask.model, self.ask.vocab_size).parameters
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Of a step, at LORA_MFU of the spec sheet; waiting for the longest device included."""
+        if (peak := self.target.peak("bfloat16")) is None:
+            return None
+        tokens = self.micro_batches * self.rows * self.ask.model.context_length  # of each dp_shard part
+        return tokens * self.flops_per_token / self.ask.mesh.tp / (LORA_MFU * peak)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """Of a step, where all that a device receives comes at the rate of its links."""
+        return None if self.link is None else sum(traffic.num_bytes for traffic in self.traffic) / self.link
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.compute_seconds is None:
+            return None
+        return self.step_tokens / max(self.compute_seconds, self.link_seconds or 0.0)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON data."""
+        ask, mesh = self.ask, self.ask.mesh
+        moment, parts = self.memory.at_peak
+        return {
+            "preset": mesh.preset,
+            "parameters": cost(ask.model, ask.vocab_size).parameters,
+            "trained_parameters": sum(tensor.numbers for tensor in self.tensors if tensor.trained),
+            "mesh": {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp},
+            "method": "full" if ask.lora is None else "dora" if ask.lora.dora else "lora",
+            "base_dtype": "float32" if ask.lora is None else ask.lora.frozen_dtype,
+            "device": self.target.name,
+            "devices": mesh.devices,
+            "row_tokens": ask.model.context_length,
+            "rows": self.rows,
+            "micro_batches": self.micro_batches,
+            "step_tokens": self.step_tokens,
+            "peak_bytes": self.memory.peak,
+            "usable_bytes": self.target.usable_bytes,
+            "at_peak": {"moment": moment, **{f"{name}_bytes": size for name, size in parts.items()}},
+            "host_devices": min(HOST_DEVICES, mesh.devices),
+            "host_bytes": sum(self.host.values()),
+            "at_host": {f"{name}_bytes": size for name, size in self.host.items()},
+            "traffic": [asdict(traffic) for traffic in self.traffic],
+            "compute_seconds": _rounded(self.compute_seconds),
+            "link_seconds": _rounded(self.link_seconds),
+            "tokens_per_second": _rounded(self.tokens_per_second),
+            "assumptions": self.assumptions(),
+            "fits": self.fits,
+            "dp_shard_that_fits": self.needed,
+            "units": [
+                {
+                    "unit": names[0],
+                    "units": len(names),
+                    "bytes": sum(tensor.local_bytes for tensor in parts),
+                    "tensors": [asdict(tensor) | {"local_bytes": tensor.local_bytes} for tensor in parts],
+                }
+                for names, parts in self.units()
+            ],
+        }
+
+    def units(self) -> list[tuple[list[str], list[ShardedTensor]]]:
+        """Units with their tensors. Blocks that are alike stand together, with the tensors of the first."""
+        alike: dict[Any, tuple[list[str], list[ShardedTensor]]] = {}
+        for unit, parts in _units(self.tensors).items():
+            key = tuple(replace(tensor, name=tensor.name.removeprefix(unit), unit="") for tensor in parts)
+            alike.setdefault(key, ([], parts))[0].append(unit)
+        return list(alike.values())
+
+    def assumptions(self) -> list[str]:
+        """What the speed and the memory of a host rest on."""
+        peak, flop = self.target.peak("bfloat16"), 4 if self.ask.lora is not None else 6
+        lines = []
+        if peak is not None:
+            share = f"{LORA_MFU:.1%} of the {peak / 1e12:,.0f} TFLOP/s of the spec sheet"
+            lines.append(f"Matmuls reach {share}, at {flop} FLOP a weight and token (published for LoRA of 70B).")
+        if self.link is not None:
+            lines.append(f"Each device receives {self.link / 1e9:,.0f} GB/s, by the spec sheet, while it computes.")
+        lines.append(f"A host has up to {HOST_DEVICES} devices. Nothing is counted for what joins several hosts.")
+        return lines
+
+    def lines(self) -> list[str]:
+        """As text; the caller wraps it."""
+        ask, mesh, facts = self.ask, self.ask.mesh, cost(self.ask.model, self.ask.vocab_size)
+        moment, parts = self.memory.at_peak
+        usable = self.target.usable_bytes / GIB
+        text = [
+            f"finetune: {mesh.preset}, {facts.parameters / 1e9:,.1f} billion parameters, {self._method()}",
+            f"mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} = "
+            f"{counted(mesh.devices, 'device')} of {self.target.name}",
+            f"step: {counted(ask.rows_per_step, 'sequence')} of {ask.model.context_length:,} tokens, {self.rows} at "
+            f"once on each device, {counted(self.micro_batches, 'micro-batch', 'micro-batches')}",
+            "",
+            f"memory of a device: {self.memory.peak / GIB:,.1f} GiB at the peak ({moment}), {usable:,.1f} GiB usable",
+            *(f"  {PARTS[name]:<30}{size / GIB:>9,.2f} GiB" for name, size in parts.items() if size),
+            f"memory of a host: {sum(self.host.values()) / GIB:,.1f} GiB for "
+            f"{counted(min(HOST_DEVICES, mesh.devices), 'device')}",
+            *(f"  {HOST_PARTS[name]:<30}{size / GIB:>9,.2f} GiB" for name, size in self.host.items()),
+        ]
+        if self.traffic:
+            text += ["", "received by a device in a step:"]
+            for traffic in self.traffic:
+                text.append(f"  {f'{traffic.collective} over {traffic.axis}':<30}{traffic.num_bytes / 1e9:>9,.2f} GB")
+        if self.tokens_per_second is not None:
+            assert self.compute_seconds is not None
+            links = "" if self.link_seconds is None else f", {self.link_seconds:,.1f} s of transfers"
+            text += [
+                "",
+                f"speed: about {self.tokens_per_second:,.0f} tokens/s; a step takes {self.compute_seconds:,.1f} s of "
+                f"matmuls{links}, and the longer decides",
+            ]
+        return [*text, *(f"  {line}" for line in self.assumptions())]
+
+    def _method(self) -> str:
+        lora = self.ask.lora
+        if lora is None:
+            return f"all trained by {self.ask.optimizer.kind}"
+        return f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank} on a base in {lora.frozen_dtype}"
+
+
+PARTS = {
+    "weights": "weights and adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "copies": "copies of weights",
+    "activations": "activations",
+    "logits": "logits of a chunk",
+    "update": "update",
+    "gathered": "gathered units",
+}
+HOST_PARTS = {"processes": "processes", "loading": "loading, a matrix each", "saving": "copies of a save"}
+
+
+def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
+    """
+    What a section asks for, on packed sequences of so many tokens with the last target. Raises ConfigError for
+    sequences that are longer than the context of the shape, and for weights in bfloat16 that are trained.
+    """
+    assert config.mesh is not None
+    preset, context = config.mesh.preset, sequence_length - 1
+    model = ModelConfig(preset=preset)
+    if context > model.context_length:
+        what = f"instruct.sequence_length={sequence_length:,} is more than the context of {preset}"
+        raise ConfigError(what, where="finetune.mesh", hint=f"Say at most {model.context_length + 1}.")
+    if config.weight_dtype == "bfloat16":
+        what = f'weight_dtype="bfloat16" does not go with a mesh: {ROUNDED_WHOLE}'
+        raise ConfigError(what, where="finetune.weight_dtype", hint='Say weight_dtype="float32".')
+    level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
+    ask = ShardingRequest(
+        model=model.model_copy(update={"context_length": context}),
+        vocab_size=PRESETS[preset].vocab_size,
+        mesh=config.mesh,
+        optimizer=config.optimizer,
+        rows_per_step=rows_per_step,
+        lora=config.lora,
+        activation_checkpointing="full" if level == "auto" else level,
+    )
+    if config.micro_batch_tokens == "auto":
+        return ask
+    return replace(ask, rows=min(memory.rows_at_once(config, context), ask.rows_per_device))
+
+
+def fix(plan: ShardingPlan) -> str | None:
+    """A setting with which a plan fits that does not; None where none was found."""
+    lora = Lora() if plan.ask.lora is None else plan.ask.lora
+    if lora.frozen_dtype != "nf4":
+        ask = replace(plan.ask, lora=lora.model_copy(update={"base_dtype": "nf4"}))
+        if _planned(ask, plan.target, plan.link).fits:
+            return "finetune.lora.base_dtype=nf4"
+    return f"finetune.mesh.dp_shard={plan.needed}" if plan.needed else None
+
+
+def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) -> ShardingPlan:
+    """
+    The plan of a mesh. Raises ConfigError for a shape that the mesh cannot cut, by name, and for an optimizer whose
+    state it cannot.
+    """
+    if ask.optimizer.kind == "adamw8bit":
+        what = f'optimizer.kind="adamw8bit" does not go with a mesh: {SCALES_WHOLE}'
+        raise ConfigError(what, where="finetune.optimizer", hint='Say optimizer.kind="adamw".')
+    plan = _planned(ask, target, link)
+    if plan.fits:
+        return plan
+    return replace(plan, needed=_dp_shard_that_fits(ask, target))
+
+
+def _planned(ask: ShardingRequest, target: Machine, link: float | None) -> ShardingPlan:
+    tensors = list(sharded_tensors(ask))
+    rows = ask.rows or _rows_that_fit(ask, tensors, target)
+    return ShardingPlan(
+        ask=ask,
+        target=target,
+        link=link,
+        tensors=tensors,
+        rows=rows,
+        memory=device_memory(ask, tensors, rows),
+        host=_host_memory(ask, tensors),
+        traffic=step_traffic(ask, tensors, rows),
+    )
+
+
+def sharded_tensors(ask: ShardingRequest) -> Iterator[ShardedTensor]:
+    """All tensors of the model, with those of adapters and codes, in the order of the model."""
+    check_mesh(ask.model, ask.mesh, None if ask.lora is None else ask.lora.frozen_dtype)
+    model, lora = resolve("bloomery.model.transformer:on_meta")(ask.model, ask.vocab_size), ask.lora
+    adapted = set() if lora is None else set(targets(list(matrices(ask.model)), lora.target_modules))
+    for name, weight in model.named_parameters():
+        shape = tuple(weight.shape)
+        module = name.rpartition(".")[0]
+        if lora is None:
+            yield _tensor(ask, name, shape, trained=True)
+            continue
+        inner = name.replace(module, f"{module}.base", 1) if module in adapted else name
+        if not rule_of(name).quantized:
+            yield _tensor(ask, inner, shape)
+            continue
+        for frozen, sizes, number_bytes, block in frozen_tensors(inner, shape, lora.frozen_dtype):
+            is_code = lora.frozen_dtype not in ("float32", "bfloat16")
+            yield _tensor(ask, frozen, sizes, number_bytes=number_bytes, block=block, is_code=is_code)
+        if module in adapted:
+            yield _tensor(ask, f"{module}.lora_a", (lora.rank, shape[1]), trained=True)
+            yield _tensor(ask, f"{module}.lora_b", (shape[0], lora.rank), trained=True)
+            if lora.dora:
+                yield _tensor(ask, f"{module}.magnitude", shape[:1], trained=True)
+
+
+def _tensor(
+    ask: ShardingRequest,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    trained: bool = False,
+    number_bytes: int = BYTES,
+    block: int = 1,
+    is_code: bool = False,
+) -> ShardedTensor:
+    mesh, where = ask.mesh, placement(name, shape, ask.mesh)
+    sort = 0 if where.kind in ("column", "row") and len(shape) == 2 else 1 if len(shape) == 2 else 2
+    # adapters learn by Adam's two moments, which are those of a vector
+    kept = 8 if ask.lora is not None else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
+    return ShardedTensor(
+        name=name,
+        shape=shape,
+        local_shape=local_shape(name, shape, mesh, block),
+        unit=where.unit,
+        tp=where.tp if mesh.tp > 1 else None,
+        dp_shard=where.dp_shard if mesh.dp_shard > 1 else None,
+        number_bytes=number_bytes,
+        trained=trained,
+        optimizer_bytes=kept if trained else 0,
+        is_code=is_code,
+    )
+
+
+def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> MemoryEstimate:
+    """Bytes of the fullest device, in a step with several micro-batches after the first step."""
+    mesh, model, lora = ask.mesh, ask.model, ask.lora
+    trained = [tensor for tensor in tensors if tensor.trained]
+    local_trained = sum(tensor.local_numbers for tensor in trained)
+    tokens = rows * model.context_length
+    kept = activation_bytes_per_token(model, ask.activation_checkpointing, MATMUL_BYTES, written_out=False)
+    whole_inputs = 2 * MATMUL_BYTES * model.hidden_size if mesh.tp > 1 else 0
+    largest = max(
+        tensor.gathered_numbers(mesh) * (2 if tensor.is_code and _is_packed(lora) else 1)
+        for tensor in tensors
+        if len(tensor.shape) == 2 and tensor.unit.startswith("blocks.")
+    )
+    unpacked = 0 if lora is None else UNPACKED_BYTES[lora.frozen_dtype] + (DORA_BYTES if lora.dora else 0)
+    rounded = 0 if mesh.dp_shard > 1 else _rounded_bytes(ask, tensors)
+    chunk = min(tokens, max(1, LOGITS_CHUNK_BYTES // (BYTES * ask.vocab_size)))
+    table = ask.vocab_size * model.hidden_size
+    logits = chunk * ask.vocab_size * (MATMUL_BYTES + BYTES)
+    logits += table * (BYTES + MATMUL_BYTES) if lora is None else 0  # the gradient of the head in both formats
+    return MemoryEstimate(
+        weights=sum(tensor.local_bytes for tensor in tensors),
+        gradients=BYTES * local_trained,
+        optimizer=sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained),
+        copies=unpacked * largest + rounded,
+        activations=tokens * (kept // mesh.tp + whole_inputs),
+        logits=-(-logits // mesh.tp),
+        update=5 * BYTES * min(UPDATE_NUMBERS, local_trained),
+        gathered=_gathered(ask, tensors),
+    )
+
+
+def _rounded_bytes(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
+    """
+    Of weights that are kept in float32 and rounded for matmuls, where nothing is gathered in their format: those of
+    head and block at work if blocks are computed again, and all if not.
+    """
+    sizes = {
+        unit: sum(MATMUL_BYTES * tensor.local_numbers for tensor in parts if tensor.number_bytes > MATMUL_BYTES)
+        for unit, parts in _units(tensors).items()
+    }
+    if ask.activation_checkpointing == "none":
+        return sum(sizes.values())
+    block = max(size for unit, size in sizes.items() if unit.startswith("blocks."))
+    return block + sizes["embed" if ask.model.tie_embeddings else "head"]
+
+
+def _is_packed(lora: Lora | None) -> bool:
+    """Whether a byte holds two numbers."""
+    return lora is not None and lora.frozen_dtype.startswith("nf4")
+
+
+def _units(tensors: Sequence[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
+    units: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        units.setdefault(tensor.unit, []).append(tensor)
+    return units
+
+
+def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
+    """The largest two units that are there together; nothing where dp_shard cuts nothing."""
+    mesh = ask.mesh
+    if mesh.dp_shard == 1:
+        return 0
+    sizes = {
+        unit: sum(
+            tensor.gathered_bytes(mesh) + (BYTES * tensor.gathered_numbers(mesh) if tensor.trained else 0)
+            for tensor in parts
+        )
+        for unit, parts in _units(tensors).items()
+    }
+    block = max(size for unit, size in sizes.items() if unit.startswith("blocks."))
+    return block + max(block if ask.model.num_layers > 1 else 0, *(sizes.get(unit, 0) for unit in ("embed", "head")))
+
+
+def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
+    """
+    Of a host. Each process reads its parts of one tensor at a time; a save copies what is trained here: all of it for
+    adapters, which the first process writes, and the parts of this host's devices in full training.
+    """
+    devices = min(HOST_DEVICES, ask.mesh.devices)
+    largest = max(tensor.local_numbers for tensor in tensors) * BYTES
+    trained = [tensor for tensor in tensors if tensor.trained]
+    if ask.lora is not None:
+        copies = sum(tensor.numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
+    else:
+        copies = devices * sum(tensor.local_numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
+    saving, loading = copies + min(copies, FILE_BYTES), devices * largest
+    return {"processes": devices * PROCESS_BYTES} | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> list[Traffic]:
+    """What each device receives in a step, by collective and axis."""
+    mesh, model = ask.mesh, ask.model
+    micro_batches = -(-ask.rows_per_device // rows)
+    reached: dict[tuple[str, str], float] = {}
+
+    def add(collective: str, axis: str, num_bytes: float, count: int) -> None:
+        if count > 1 and num_bytes:
+            passes = 2 if collective == "all-reduce" else 1
+            received = micro_batches * passes * num_bytes * (count - 1) / count
+            reached[collective, axis] = reached.get((collective, axis), 0.0) + received
+
+    for unit, parts in _units(tensors).items():
+        whole = sum(tensor.gathered_bytes(mesh) for tensor in parts)
+        # a frozen embedding has no backward pass, and the loss uses the head once for both passes
+        again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None)
+        add("all-gather", "dp_shard", whole * (2 if again else 1), mesh.dp_shard)
+    for tensor in tensors:
+        if tensor.trained:
+            add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard)
+            add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate)
+            if tensor.tp is None:
+                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp)
+    stream = rows * model.context_length * model.hidden_size * MATMUL_BYTES
+    passes = 2 + (ask.activation_checkpointing == "full")
+    add("all-gather", "tp", stream * (2 * passes * model.num_layers + 2), mesh.tp)  # and embedding, head
+    add("reduce-scatter", "tp", stream * (2 * passes * model.num_layers + 2), mesh.tp)
+    return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
+
+
+def _rows_that_fit(ask: ShardingRequest, tensors: Sequence[ShardedTensor], target: Machine) -> int:
+    """The largest power of two up to the rows of a device and USUAL_TOKENS that fits; 1 where none does."""
+    most = min(ask.rows_per_device, max(1, USUAL_TOKENS // ask.model.context_length))
+    candidates = [2**power for power in range(most.bit_length())]
+    fitting = [rows for rows in candidates if device_memory(ask, tensors, rows).peak <= target.usable_bytes]
+    return max(fitting, default=1)
+
+
+def _dp_shard_that_fits(ask: ShardingRequest, target: Machine) -> int | None:
+    """The smallest power of two above the mesh's own that fits with one row; None for none that may be."""
+    mesh, count = ask.mesh, 1
+    while count <= 1024:
+        wider = mesh.model_copy(update={"dp_shard": count})
+        if count > mesh.dp_shard and wider.devices <= 1024:
+            try:
+                if _planned(replace(ask, mesh=wider, rows=1), replace(target, devices=wider.devices), None).fits:
+                    return count
+            except ConfigError:  # columns that so many do not divide
+                return None
+        count *= 2
+    return None
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,233 @@
+"""Plans over a mesh: bytes of each device, bytes between them, and what fits."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery import api, cli
+from bloomery.core.errors import ConfigError
+from bloomery.hw.specs import named
+from bloomery.model import lora
+from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
+from bloomery.model.quantize import kept_bytes
+from bloomery.model.transformer import Transformer
+from bloomery.train.config import AdamW, AdamW8bit, Mesh
+from bloomery.train.plan.memory import of_entry, of_memory
+from bloomery.train.plan.sharding import MATMUL_BYTES, ShardingPlan, ShardingRequest, sharded
+
+SMALL = ModelConfig(
+    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, tie_embeddings=False
+)
+
+
+def request(model: ModelConfig, mesh: Mesh, adapters: Lora | None = None, **more: Any) -> ShardingRequest:
+    sizes: dict[str, Any] = {"vocab_size": 512, "optimizer": AdamW(), "rows_per_step": 8} | more
+    return ShardingRequest(model=model, mesh=mesh, lora=adapters, **sizes)
+
+
+def small(adapters: Lora | None = None, *, rows: int = 1, **axes: int) -> ShardingPlan:
+    return sharded(request(SMALL, Mesh(preset="gpt2-124m", **axes), adapters, rows=rows), of_memory(2**34, 8))
+
+
+def of_preset(
+    preset: str, device: str, base: str | None, tokens: int = 4096, rows: int = 8, **axes: int
+) -> ShardingPlan:
+    mesh = Mesh(preset=preset, **axes)
+    model = ModelConfig(preset=preset).model_copy(update={"context_length": tokens})
+    adapters = None if base is None else Lora(rank=8, base_dtype=base)
+    ask = request(model, mesh, adapters, vocab_size=PRESETS[preset].vocab_size, rows_per_step=rows)
+    entry = named(device)
+    return sharded(ask, of_entry(entry, mesh.devices), entry.link)
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
+def test_all_devices_together_hold_what_a_model_of_training_keeps(base: str, axes: dict[str, int]) -> None:
+    """Once a copy, but for vectors that each device of tp has whole."""
+    adapters = Lora(rank=8, base_dtype=base)
+    model = Transformer(SMALL, 512)
+    lora.attach(model, adapters, 0)
+    plan = small(adapters, **axes)
+    tp = axes.get("tp", 1)
+    whole = [one for one in plan.tensors if one.tp is None and tp > 1]
+    more = sum(one.numbers * one.number_bytes for one in whole) * (tp - 1)
+    devices = axes["dp_shard"] * tp
+    assert plan.memory.weights * devices == kept_bytes(model) + more
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    copied = sum(one.numbers for one in whole if one.trained) * (tp - 1)
+    assert plan.memory.gradients * devices == 4 * (trained + copied)
+    assert plan.memory.optimizer == 2 * plan.memory.gradients
+
+
+def test_more_devices_never_need_more_memory_of_each() -> None:
+    for adapters in (None, Lora(rank=8, base_dtype="bfloat16"), Lora(rank=8, base_dtype="nf4", dora=True)):
+        for axis in ("dp_shard", "tp"):
+            peaks = [small(adapters, **{"dp_shard": 2, axis: count}).memory.peak for count in (1, 2, 4)]
+            assert peaks[2] <= peaks[1]
+            if axis == "tp":
+                assert peaks[1] < peaks[0]
+
+
+def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> None:
+    adapters = Lora(rank=8, base_dtype="bfloat16")
+    D, M, L, V, T, rank = 256, 512, 3, 512, SMALL.context_length, 8
+    heads = 256 + 2 * 128
+    block = D * heads + D * D + 3 * D * M
+    ends = (D + 256) * 2 + (D + 128) * 2 + 3 * (D + M)
+    trained, vectors = L * rank * ends, 2 * D
+    units = 2 * L * (block + rank * ends + vectors) + V * D + V * D + D
+    by = {(one.collective, one.axis): one.num_bytes for one in small(adapters, rows=2, dp_shard=4).traffic}
+    assert by == {
+        ("all-gather", "dp_shard"): units * MATMUL_BYTES * 3 // 4,
+        ("reduce-scatter", "dp_shard"): trained * 4 * 3 // 4,
+    }
+    by = {(one.collective, one.axis): one.num_bytes for one in small(adapters, rows=8, tp=2).traffic}
+    a_of_columns = L * rank * (3 * D + 2 * D)  # whole on each device, as B of rows is
+    b_of_rows = L * rank * 2 * D
+    stream = 8 * T * D * MATMUL_BYTES * (3 * 2 * L + 2) // 2
+    assert by == {
+        ("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows),
+        ("all-gather", "tp"): stream,
+        ("reduce-scatter", "tp"): stream,
+    }
+    assert small(adapters).traffic == []
+    twice = small(adapters, rows=1, dp_shard=4).traffic
+    assert [one.num_bytes for one in twice] == [
+        2 * one.num_bytes for one in small(adapters, rows=2, dp_shard=4).traffic
+    ]
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
+def test_llama_405b_with_adapters_fits_on_eight_devices_of_192_gb(base: str) -> None:
+    plan = of_preset("llama-3.1-405b", "mi300x", base, dp_shard=8)
+    assert plan.fits
+    assert plan.needed is None
+    assert sum(one.numbers for one in plan.tensors if one.trained) == 311_721_984
+    matrices = 405_853_388_800 - 2 * 128_256 * 16_384 - 253 * 16_384
+    number_bytes = {"bfloat16": 2.0, "nf4": 0.53125}[base]
+    expected = (matrices * number_bytes + 4 * (2 * 128_256 * 16_384 + 253 * 16_384 + 311_721_984)) / 8
+    assert plan.memory.weights == pytest.approx(expected, rel=1e-9)
+    assert plan.tokens_per_second == pytest.approx(8 * 1307.4e12 * 0.178 / (4 * 405_853_388_800))
+
+
+def test_plans_of_known_machines() -> None:
+    """70B on 8 x 80 GB and 8 x 192 GB, 8B in full on 4 x 24 GB, Baichuan2-13B on 2 x 16 GB."""
+    for device in ("a100-80", "h100", "mi300x"):
+        assert of_preset("llama-3.1-70b", device, "bfloat16", dp_shard=8).fits
+    full = of_preset("llama-3.1-8b", "rtx-4090", None, dp_shard=4)
+    assert not full.fits
+    resident = full.memory.weights + full.memory.gradients + full.memory.optimizer
+    assert resident * 4 == 16 * cost(full.ask.model, 128_256).parameters
+    assert full.needed == 16
+    assert of_preset("llama-3.1-8b", "rtx-4090", None, dp_shard=full.needed).fits
+    assert of_preset("baichuan2-13b", "rtx-4080", "nf4", tokens=512, dp_shard=2).fits
+    assert not of_preset("baichuan2-13b", "rtx-4080", "bfloat16", tokens=512, dp_shard=2).fits
+
+
+def test_links_decide_the_speed_where_they_take_longer_than_matmuls() -> None:
+    plan = of_preset("llama-3.1-8b", "rtx-4090", "bfloat16", tokens=128, dp_shard=4)
+    assert plan.compute_seconds is not None
+    assert plan.link_seconds is not None
+    assert plan.link_seconds > plan.compute_seconds
+    assert plan.tokens_per_second == pytest.approx(plan.step_tokens / plan.link_seconds)
+    unknown = sharded(plan.ask, of_memory(2**37, 4))
+    assert unknown.tokens_per_second is None
+    assert unknown.facts()["tokens_per_second"] is None
+
+
+def test_bytes_of_the_units_of_the_json_are_those_of_the_weights() -> None:
+    plan = small(Lora(rank=8, base_dtype="nf4"), dp_shard=2, tp=2)
+    facts = plan.facts()
+    assert [one["unit"] for one in facts["units"]] == ["embed", "blocks.0", "head"]
+    assert sum(one["units"] * one["bytes"] for one in facts["units"]) == plan.memory.weights
+    assert sum(facts["at_peak"][name] for name in facts["at_peak"] if name != "moment") == facts["peak_bytes"]
+
+
+def test_an_optimizer_whose_scales_a_mesh_would_cut_is_refused() -> None:
+    ask = request(SMALL, Mesh(preset="gpt2-124m", dp_shard=2))
+    with pytest.raises(ConfigError, match="adamw8bit"):
+        sharded(replace(ask, optimizer=AdamW8bit()), of_memory(2**34, 2))
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama-3.1-405b-lora-8x192gb.toml"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What `bloomery plan` prints of the recipe. A run refuses it, so the exit code is 2."""
+    assert cli.main(["plan", str(RECIPE), *words]) == 2
+    return capsys.readouterr().out
+
+
+def test_the_plan_of_405b_is_text_of_80_columns_that_promises_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    out = planned(capsys)
+    assert max(map(len, out.replace(str(RECIPE), "RECIPE").splitlines())) <= 80
+    assert "It fits by arithmetic" in out
+    assert "does not train over a mesh yet" in out
+    command = shlex.split(out.partition("Next: ")[2])
+    assert command[:2] == ["bloomery", "plan"]
+    assert command[-2:] == ["--html", "sharding.html"]
+
+
+def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    smaller = ["--memory=96GiB", "finetune.mesh.dp_shard=8"]
+    out = planned(capsys, *smaller)
+    assert "It does not fit" in out
+    command = shlex.split(out.partition("Next: ")[2])
+    assert "finetune.lora.base_dtype=nf4" in command
+    assert "It fits by arithmetic" in planned(capsys, *command[3:])
+
+
+def test_a_run_refuses_a_mesh_before_it_reads_anything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["run", str(RECIPE), "--runs", str(tmp_path)]) == 2
+    assert "finetune.mesh: training over a mesh is not there yet" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_json_of_a_mesh_says_that_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(planned(capsys, "--json", "finetune.mesh.tp=8", "finetune.mesh.dp_shard=1"))
+    assert (facts["fits"], facts["runs"]) == (True, False)
+    assert facts["finetune"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "tp": 8}
+    there = api.plan(RECIPE, {"finetune.mesh.tp": 8, "finetune.mesh.dp_shard": 1})
+    assert facts == json.loads(json.dumps(there))
+
+
+def test_the_page_draws_every_device_and_loads_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "sharding.html"
+    planned(capsys, "--html", str(page), "finetune.mesh.tp=2", "finetune.mesh.dp_shard=4")
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"<script|https?:|@import|url\(|<link|src=", text)
+    assert len(re.findall(r'class="device"', text)) == 8
+    assert "prefers-color-scheme: dark" in text
+    inside = re.findall(r'<rect class="both" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', text)
+    of_one = {place for place in inside if place[2:] == ("10.00", "20.00")}  # columns: tp by rows, dp_shard by columns
+    assert of_one == {(f"{1 + 10 * x:.2f}", f"{1 + 20 * y:.2f}", "10.00", "20.00") for x in range(4) for y in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["finetune.mesh.tp=3"], "num_heads is 128, and tp=3 does not divide it"),
+        (["--devices", "4"], "4 devices were asked for"),
+        (["instruct.sequence_length=200000"], "more than the context of llama-3.1-405b"),
+        (['finetune.mesh={preset="llama"}'], "there is no preset 'llama'"),
+        (['finetune.mesh={preset="llama-3.1-8b"}'], "no device is named"),
+    ],
+)
+def test_a_mesh_that_cannot_be_planned_is_refused_by_name(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(RECIPE), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_page_of_a_recipe_without_a_mesh_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["plan", str(RECIPE.with_name("demo.toml")), "--html", str(tmp_path / "a.html")]) == 2
+    assert "the recipe has none" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
