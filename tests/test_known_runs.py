@@ -37,7 +37,7 @@ PARAMETERS = {
     "tinyshakespeare": 2_164_800,
     "tinystories": 24_388_992,
 }
-OF_ANY_MODEL = ("finetune", "baichuan2-7b-lora")
+OF_ANY_MODEL = ("finetune", "baichuan2-7b-lora", "llama-3.1-405b-lora-8x192gb")
 """Recipes whose model is what a path of them names."""
 VOCABULARY = {"gpt2-124m": 50_257, "gpt2-124m-finetune": 50_257}
 """Where the tokenizer is one that exists; the others train theirs."""

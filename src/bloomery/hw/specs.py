@@ -39,7 +39,7 @@ class Entry:
     gemm: float | None = None
     """FLOP/s that others have measured for matmuls in bfloat16."""
     link: float | None = None
-    """Bytes a second that it sends to the other devices of its host over all links, by the maker; from memory."""
+    """Bytes a second that it sends to the other devices of its host over all links, in one direction, by its maker."""
 
     def peak(self, precision: str) -> float | None:
         return self.flops.get(precision)

@@ -68,7 +68,7 @@ def run_recipe(
     """
     if any(isinstance(config, Mesh) for config in nested(recipe)):
         what = "training over a mesh is not there yet; `bloomery plan` computes what it needs"
-        raise ConfigError(what, where="finetune.mesh", hint="Leave out mesh, or run `bloomery plan` instead.")
+        raise ConfigError(what, where="finetune.mesh", hint="Leave out mesh, or run `bloomery plan RECIPE` instead.")
     began = time.monotonic()
     ran: list[str] = []
 

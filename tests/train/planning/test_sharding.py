@@ -176,7 +176,7 @@ def test_the_plan_of_405b_is_text_of_80_columns_that_promises_no_run(capsys: pyt
 
 
 def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    smaller = ["--memory=96GiB", "finetune.mesh.dp_shard=8"]
+    smaller = ["--memory=124GiB", "finetune.mesh.dp_shard=8"]
     out = planned(capsys, *smaller)
     assert "It does not fit" in out
     command = shlex.split(out.partition("Next: ")[2])
