@@ -208,12 +208,17 @@ def test_the_measured_peak_is_of_random_numbers_and_leaves_a_runs_own_alone(monk
     assert len(set(multiplied[0].flatten().tolist())) > 4000
 
 
+NEW_NAME = "_accelerator_setAllocatorSettings"
+"""Since torch 2.13, which warns of the old one."""
+
+
 class Allocator:
     """What is asked of torch's allocator, of a driver that may not know it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, works: bool) -> None:
         self.settings = list[str]()
-        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        for module, name in ((torch.cuda.memory, "_set_allocator_settings"), (torch._C, NEW_NAME)):
+            monkeypatch.setattr(module, name, self.settings.append, raising=False)
         monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         plain = torch.empty

@@ -371,6 +371,8 @@ def test_auto_compiles_for_gpus_alone() -> None:
     gpu = replace(device, torch_device=torch.device("cuda", 0))
     assert compile.settled(config, gpu).compile == "auto"
     assert compile.settled(config, gpu, early=False).compile == "off", "a trial would sample answers"
+    for update in ({"parallelism": "fsdp"}, {"deterministic": True}):
+        assert compile.settled(config.model_copy(update=update), gpu).compile == "off"
     wanted = config.model_copy(update={"compile": "on"})
     assert compile.settled(wanted, device) == wanted
 

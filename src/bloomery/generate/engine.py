@@ -305,7 +305,7 @@ class ModelBatch:
     def begin(self) -> Tensor:
         """Logits (B, V) of what follows each prompt. In the cache all prompts end at the same index."""
         like, longest = self.model.embed.weight, max(map(len, self.prompts))
-        logits = like.new_empty(len(self.prompts), self.num_ids, dtype=torch.float32)
+        logits = torch.empty(len(self.prompts), self.num_ids, device=like.device)
         for length in {len(prompt) for prompt in self.prompts}:
             rows = [row for row, prompt in enumerate(self.prompts) if len(prompt) == length]
             cache = Cache.empty(self.model.config, len(rows), length, like)

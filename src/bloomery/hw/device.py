@@ -215,14 +215,21 @@ def staged(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.
 def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     Copies in the host's memory, whole when this returns. Those of a GPU go into pinned memory, all at once, which is
-    ten times as fast as one after another into other memory.
+    ten times as fast as one after another into other memory. Where the driver pins no more, other memory will do.
     """
-    copies, gpu = list[torch.Tensor](), False
+    copies, gpu, may_pin = list[torch.Tensor](), False, True
     for tensor in tensors:
-        pinned = tensor.device.type == "cuda"
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        on_gpu = tensor.device.type == "cuda"
+        pinned = on_gpu and may_pin
+        try:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        except RuntimeError:
+            if not pinned:
+                raise
+            may_pin = pinned = False
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         copies.append(copy.copy_(tensor.detach(), non_blocking=pinned))
-        gpu = gpu or pinned
+        gpu = gpu or on_gpu
     if gpu:
         torch.cuda.synchronize()
     return copies
@@ -242,12 +249,14 @@ def expand_segments(device: Device) -> bool:
     own = any(name in os.environ for name in ALLOCATOR_SETTINGS)
     if device.vendor != "nvidia" or own or not NVIDIA_DRIVER.exists():
         return False
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # torch 2.13 has a new name for it, and warns of the old one
+    setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    setting("expandable_segments:True")
     try:
         torch.empty(2**20, device=device.torch_device).fill_(1.0)
         device.synchronize()
     except RuntimeError:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        setting("expandable_segments:False")
         return False
     return True
 

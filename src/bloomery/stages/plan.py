@@ -159,6 +159,9 @@ def _in_known_format(recipe: Any, config: Any) -> Any:
     lora = getattr(config, "lora", None)
     if lora is None or lora.base_dtype != "auto":
         return config
+    follows = config is recipe.prefer and config.start_from is None and recipe.finetune is not None
+    if follows and recipe.finetune.lora is None:  # the stage before writes the model in the format it trains in
+        return config.model_copy(update={"lora": lora.model_copy(update={"base_dtype": recipe.finetune.weight_dtype})})
     if (path := _started_from(recipe)) is not None:
         return pipeline.resolve("bloomery.stages.finetune:in_known_format")(config, path)
     return config.model_copy(update={"lora": lora.model_copy(update={"base_dtype": "float32"})})

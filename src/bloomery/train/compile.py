@@ -93,8 +93,11 @@ def settled(config: Training, device: Device, early: bool = True) -> Training:
     """
     The settings for a device: `auto` compiles for GPUs alone, as on a CPU it takes minutes, and small models lose. It
     also needs samples for a trial before the first step, which are not `early` where the model samples them itself.
+    Parts on several ranks exchange numbers in each block, so that a failed trial could not be left: `auto` does not
+    try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
     """
-    if config.compile != "auto" or (early and devices.is_gpu(device.torch_device)):
+    may_try = early and config.parallelism == "none" and not config.deterministic
+    if config.compile != "auto" or (may_try and devices.is_gpu(device.torch_device)):
         return config
     return config.model_copy(update={"compile": "off"})
 

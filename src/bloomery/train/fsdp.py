@@ -124,11 +124,14 @@ class GradientSums:
         bucket = self._buckets[len(self._begun)]
         parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
         flags = torch.ones(len(bucket) + 1, device=parts[0].device)  # made there, so that the host does not wait
-        flags[-1] = float(failed)
+        flags[-1:].fill_(float(failed))
         for number, weight in enumerate(bucket):
             if weight.grad is None:
-                flags[number] = 0.0
+                flags[number : number + 1].zero_()
         flat = torch.cat([*(part.flatten().float() for part in parts), flags])
+        del parts
+        for weight in bucket:
+            weight.grad = None  # the sum takes its place; until then it would be held twice
         self._begun.append((flat, self._world.begin_sum(flat)))
 
     def _finish_overlapped(self, failed: bool) -> bool:

@@ -133,10 +133,12 @@ class BatchedMuon(torch.optim.Muon):
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
         means = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
         torch._foreach_lerp_(means, grads, 1 - group["momentum"])
-        ahead = list(torch._foreach_lerp(grads, means, group["momentum"])) if group["nesterov"] else means
-        del grads
         share = -(-len(weights) // world.size)
         first = world.rank * share
+        if not isinstance(weights[0], DTensor):  # whole matrices: the other ranks see to theirs
+            grads, means = grads[first : first + share], means[first : first + share]
+        ahead = list(torch._foreach_lerp(grads, means, group["momentum"])) if group["nesterov"] and means else means
+        del grads
         begin, height = 0, rows  # of a matrix, the rows that this rank holds
         if isinstance(weights[0], DTensor):
             height = -(-rows // world.size)
@@ -147,10 +149,8 @@ class BatchedMuon(torch.optim.Muon):
             gathered = world.all_gather(rows_here)[:, first : first + share]
             matrices = gathered.transpose(0, 1).flatten(1, 2)[:, :rows]
         else:
-            matrices = torch.empty(
-                (len(ahead[first : first + share]), rows, columns), dtype=self._dtype, device=own[0].device
-            )
-            for slot, shard in zip(matrices, ahead[first : first + share], strict=True):
+            matrices = torch.empty((len(ahead), rows, columns), dtype=self._dtype, device=own[0].device)
+            for slot, shard in zip(matrices, ahead, strict=True):
                 slot.copy_(shard)
         wide = matrices if rows <= columns else matrices.mT
         directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -193,6 +193,7 @@ def accumulate_gradients(
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
     parts = fsdp.micro_batches(batch, micro_batch, world, model)
     overlapped, failure = precision.device.is_gpu, ""
+    sums: LossSums | None = None
     with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
         try:
             for number, rows in enumerate(parts, 1):
@@ -206,12 +207,13 @@ def accumulate_gradients(
                 total += sums.reported
                 if sums.metrics is not None:
                     metrics += sums.metrics
-                del sums
+                sums = None
         except RuntimeError as error:
             if world.size == 1 or fsdp.is_sharded(model) or not devices.is_out_of_memory(error):
                 raise
             failure = str(error).partition("\n")[0]
         if failure:  # outside of the handler, whose error holds on to all tensors of the micro-batch
+            sums = None  # and so does its loss
             model.zero_grad(set_to_none=True)
             devices.give_back_memory()
         if gradient_sums.finish(bool(failure)):
