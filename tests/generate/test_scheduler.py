@@ -1,6 +1,7 @@
 """Requests get the tokens that they get alone, whoever joins, leaves or shares their pages."""
 
 import threading
+import time
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -512,3 +513,30 @@ def test_numbers_out_of_their_limits_are_errors() -> None:
             Scheduler(on, **wrong)
     with pytest.raises(ConfigError, match="draft_tokens"):
         Engine(on.model, VOCAB_SIZE, draft_tokens=33)
+
+
+@needs_library
+def test_an_error_that_follows_unread_tokens_is_told_once_they_are_taken() -> None:
+    """A reader that waits to be told before each look would else wait for ever."""
+
+    class Failing:
+        finished = False
+
+        def allowed(self) -> torch.Tensor:
+            return torch.ones(on.num_ids, dtype=torch.bool)
+
+        def accept(self, id: int) -> None:
+            raise DataError("takes too much work")
+
+    on, told = engine(), threading.Semaphore(0)
+    with Scheduler(on) as scheduler:
+        request = Request(prompt(4, 0), SamplingConfig.greedy(5), frozenset(), None, Failing())
+        ticket = scheduler.submit(request, told.release)
+        while not ticket._ended:
+            time.sleep(0.01)
+        while told.acquire(blocking=False):  # it was told of all that came, and looks now
+            pass
+        assert len(ticket.take()) == 1
+        assert told.acquire(timeout=5)
+        with pytest.raises(DataError, match="too much work"):
+            ticket.take()

@@ -194,7 +194,15 @@ def test_an_unknown_model_is_answered_with_those_that_there_are(site: Site) -> N
         ("typical_p", 0),
         ("repetition_penalty", 0),
         ("penalty_window", -1),
-        ("no_repeat_ngram", 1025),
+        ("no_repeat_ngram", 33),
+        ("guided_json", {"type": "integer", "multipleOf": 250_007}),
+        ("guided_json", {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}),
+        ("guided_json", '{"type": "integer", "multiple\\u004ff": 250007}'),
+        ("guided_json", {"type": "number", "multipleOf": 1e-300}),
+        ("guided_json", '{"a":' * 5000),
+        ("guided_json", "[" * 70_000),
+        ("guided_grammar", 'start: %json {"multipleOf": 999983}'),
+        ("logit_bias", {"1": 10**400}),
         ("logit_bias", {"a": 1}),
         ("logit_bias", {"1": 101}),
         ("logit_bias", {str(id): 1 for id in range(1025)}),
@@ -229,6 +237,10 @@ def test_what_cannot_be_done_is_an_error_that_names_the_field(site: Site, field:
     assert caught.value.type == "invalid_request_error"
 
 
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -236,6 +248,7 @@ def test_what_cannot_be_done_is_an_error_that_names_the_field(site: Site, field:
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": None},
         {"role": "user", "content": "a", "tool_calls": [{"id": "x"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call('{"a":' * 5000)]},
     ],
 )
 def test_a_message_that_cannot_be_read_is_an_error(site: Site, message: Any) -> None:

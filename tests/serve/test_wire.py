@@ -107,3 +107,32 @@ def test_every_list_of_a_request_is_bounded_and_ends_at_its_first_wrong_element(
     assert all(one["max_length"] and one["fail_fast"] for one in lists)
     kinds = {one["type"] for one in made}
     assert not kinds & {"union", "dict", "tuple", "set", "frozenset", "generator"}  # a union checks every member
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("metadata", '{"a": "\\ud800"}'),
+        ("user", '"\\udfff"'),
+        ("tools", '[{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]'),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(field: str, text: str) -> None:
+    body = f'{{"model": "m", "messages": [{{"role": "user", "content": "a"}}], "{field}": {text}}}'
+    with pytest.raises(DataError, match="half a character") as caught:
+        openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
+    assert caught.value.where == field
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_of_json_is_refused(number: str) -> None:
+    body = f'{{"model": "m", "messages": [], "metadata": {{"a": {number}}}}}'
+    with pytest.raises(DataError, match=f"{number} is no number"):
+        openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
+
+
+def test_half_a_character_in_a_call_of_a_tool_is_refused() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": "\ud800"}'}}
+    message = openai_api.WireMessage(role="assistant", content="", tool_calls=[call])
+    with pytest.raises(DataError, match="half a character"):
+        message.plain("messages.0")

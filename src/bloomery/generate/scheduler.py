@@ -128,9 +128,13 @@ class Ticket:
         with self._changed:
             tokens = list(self._unread)
             self._unread.clear()
-            if not tokens and self._error is not None:
+            failed = self._error is not None
+            if failed and not tokens:
+                assert self._error is not None
                 raise self._error
-            return tokens
+        if failed and self._notify is not None:
+            self._notify()  # the error is still to be taken
+        return tokens
 
     @property
     def done(self) -> bool:

@@ -549,7 +549,7 @@ class ChoiceStream:
         prompt: _Prompt,
         calls: "ToolText | None",
     ) -> None:
-        self.index, self.ticket = index, ticket
+        self.index, self.ticket, self.prompt_number = index, ticket, prompt.number
         self.finish: AnswerEnd | None = None
         self.num_tokens = 0
         self._model, self._text, self._calls = model, text, calls
@@ -628,7 +628,11 @@ class AnswerStreams:
     @property
     def cached_tokens(self) -> int:
         """Of the prompts, whose keys and values were there."""
-        return sum(choice.ticket.cached_tokens for choice in self._choices)
+        of_prompt: dict[int, int] = {}  # several answers to one prompt read it once
+        for choice in self._choices:
+            cached = choice.ticket.cached_tokens
+            of_prompt[choice.prompt_number] = min(cached, of_prompt.get(choice.prompt_number, cached))
+        return sum(of_prompt.values())
 
     def timings(self) -> dict[str, float]:
         """In the names of llama.cpp. Of several answers, the times are those of the slowest."""
@@ -699,7 +703,13 @@ class ModelRegistry:
 
     def names(self) -> Sequence[ModelInfo]:
         there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
-        return [self._info(name, path) for name, path in {**self.named, **there}.items()]
+        infos = list[ModelInfo]()
+        for name, path in {**self.named, **there}.items():
+            try:
+                infos.append(self._info(name, path))
+            except FileNotFoundError:  # it is being replaced, or was moved: the others are still there
+                continue
+        return infos
 
     def get(self, name: str) -> TextAnswerer:
         models = {one.name: one for one in locate.models(self.runs)}
@@ -762,4 +772,4 @@ def _facts(path: Path) -> tuple[int, dict[str, Any]]:
 def _made(path: Path) -> float:
     """When the weights of a model were written last: of one file, several, or adapters."""
     files = [path] if path.is_file() else list(path.glob(f"*{hf.WEIGHTS_SUFFIX}"))
-    return max(file.stat().st_mtime for file in files)
+    return max((file.stat().st_mtime for file in files), default=0.0)

@@ -12,11 +12,14 @@ thread with a large stack, because the compiler descends once for each definitio
 
 import codecs
 import json
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from typing import Any, Literal
 
@@ -36,6 +39,8 @@ from torch import Tensor
 MAX_SCHEMA, MAX_GRAMMAR, MAX_CHOICES = 2**16, 2**14, 1000
 """Characters of a schema as JSON, and of a regular expression or grammar; texts to choose from."""
 MAX_DEFINITIONS = 200
+MAX_REMAINDERS, MAX_DECIMALS = 50_000, 20
+"""Of the multiples that a schema asks for: states of its compiled form, and decimal places of one of them."""
 """References of a schema, and rules of a grammar. The compiler takes 500 of them with a stack of 8 MiB."""
 STACK_BYTES = 64 * 2**20
 MAX_KEPT_FORMS = 32
@@ -68,7 +73,34 @@ def schema_form(schema: object, field: str) -> Form:
         raise DataError(f"the schema has {len(source):,} characters; {MAX_SCHEMA:,} are allowed", where=field)
     if (count := sum(1 for key in _keys(schema) if key in ("$ref", "$dynamicRef"))) > MAX_DEFINITIONS:
         raise DataError(f"the schema has {count:,} references; {MAX_DEFINITIONS} are allowed", where=field)
+    _check_multiples(source, field)
     return Form("json_schema", source, field)
+
+
+def _check_multiples(source: str, field: str) -> None:
+    """
+    Raise DataError where the multiples that a form asks for would take long to compile: a state for each remainder.
+    Those of one number may come together, by allOf, so that their least common multiple counts.
+    """
+    plain = re.sub(r"\\u00([0-7][0-9A-Fa-f])", lambda escape: chr(int(escape[1], 16)), source)
+    sizes = []
+    for text in re.findall(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]{0,40})', plain):
+        try:
+            digits = Decimal(text).normalize().as_tuple()
+        except InvalidOperation:
+            continue  # the compiler says that it is no number
+        exponent = int(digits.exponent)
+        number = int("".join(map(str, digits.digits)))
+        if abs(exponent) > MAX_DECIMALS or number > MAX_REMAINDERS:
+            raise _too_many_remainders(field)
+        sizes.append(number * 10**exponent if exponent > 0 else max(number, 10**-exponent))
+    if math.lcm(*filter(None, set(sizes))) * len(sizes) > MAX_REMAINDERS:
+        raise _too_many_remainders(field)
+
+
+def _too_many_remainders(field: str) -> DataError:
+    what = f"its values of multipleOf need more than {MAX_REMAINDERS:,} states"
+    return DataError(what, where=field, hint="Use smaller values, or leave multipleOf out.")
 
 
 def object_form(field: str) -> Form:
@@ -92,7 +124,9 @@ def grammar_form(grammar: str, field: str) -> Form:
     """A text of a context-free grammar in Lark's notation; its first rule is `start`. Raises DataError."""
     if (count := grammar.count(":")) > MAX_DEFINITIONS:
         raise DataError(f"the grammar has {count:,} colons; {MAX_DEFINITIONS} are allowed", where=field)
-    return _bounded("grammar", grammar, field, MAX_GRAMMAR)
+    form = _bounded("grammar", grammar, field, MAX_GRAMMAR)
+    _check_multiples(grammar, field)  # of schemas in it
+    return form
 
 
 def _bounded(kind: FormKind, source: str, field: str, most: int) -> Form:
@@ -172,6 +206,9 @@ def _compiled(tokens: llguidance.LLTokenizer, form: Form) -> llguidance.LLMatche
             work = thread.submit(compile_it)
             threading.stack_size(before)
             matcher = work.result()
+    except ValueError as error:
+        what = f"this form cannot be compiled: {shorten(str(error))}"
+        raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.") from error
     finally:
         threading.stack_size(before)
     if matcher.is_error():

@@ -8,17 +8,26 @@ is.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from bloomery.core.chat import LIMITS, MAX_SEED, MAX_TOKENS, Message, SamplingConfig, ToolMessage, bad_character
+from bloomery.core.chat import (
+    LIMITS,
+    MAX_BIAS,
+    MAX_SEED,
+    MAX_TOKENS,
+    Message,
+    SamplingConfig,
+    ToolMessage,
+    bad_character,
+)
 from bloomery.core.errors import DataError, readable
 from bloomery.serve.chat_model import MAX_CHOICES, MAX_SEQUENCES, Asked
 from bloomery.serve.constrained import (
+    MAX_SCHEMA,
     Form,
     choice_form,
     grammar_form,
@@ -58,8 +67,11 @@ MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_LENGTH, MAX_NAME = 10_000, 1000, 16
 """Of a request; parts of one message. Every token of an answer is compared with every stop string."""
 MAX_FIELDS = 16
 """Of `stream_options`, and of a part of a message."""
-MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS = 20, 128, 128, 256
-"""Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings."""
+MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS, MAX_NGRAM = 20, 128, 128, 256, 32
+"""
+Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings; tokens of
+an n-gram that is not repeated, which each sequence keeps at every place.
+"""
 TOOL_NAME_CHARS = 64
 
 SHOWN = 80
@@ -147,10 +159,8 @@ def _calls(value: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"is no call of a function: {_shown(call)}", where=f"{where}.{number}")
         arguments = function.get("arguments", {})
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            raise DataError(f"is no JSON: {_shown(arguments)}", where=f"{where}.{number}.function.arguments") from None
+        arguments = _json_text(arguments, f"{where}.{number}.function.arguments")
+        _check_characters(call, f"{where}.{number}")
         if not isinstance(arguments, dict):
             raise DataError(f"is no object: {_shown(arguments)}", where=f"{where}.{number}.function.arguments")
         named = {"name": function["name"], "arguments": arguments}
@@ -212,7 +222,7 @@ class SamplingRequest(WireRequest):
     presence_penalty: Annotated[float, _number("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, _number("frequency_penalty")] | None = None
     penalty_window: Annotated[int, _number("penalty_window")] | None = None
-    no_repeat_ngram: Annotated[int, _number("no_repeat_ngram")] | None = None
+    no_repeat_ngram: Annotated[int, _number("no_repeat_ngram", high=MAX_NGRAM)] | None = None
     logit_bias: Any = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[Annotated[StopStrings, Tag(TEXT)] | Stops, TextOrList] | None = None
@@ -277,13 +287,35 @@ def _response_forms(value: object, field: str) -> Iterator[Form]:
 
 def _schema(value: object, where: str) -> object:
     """A JSON Schema, also as text. Raises DataError."""
-    try:
-        schema = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise DataError(f"is no JSON: {_shown(value)}", where=where) from None
+    schema = _json_text(value, where)
     if not isinstance(schema, dict):
         raise DataError(f"has to be a JSON Schema, got {_shown(schema)}", where=where)
     return schema
+
+
+def _json_text(value: Any, where: str) -> Any:
+    """A value that may be sent as JSON in a string. Raises DataError."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_SCHEMA:
+        raise DataError(f"has {len(value):,} characters; {MAX_SCHEMA:,} are allowed", where=where)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise DataError(f"is no JSON, or nested too deeply: {_shown(value)}", where=where) from None
+
+
+def _check_characters(value: object, where: str) -> None:
+    """Raise DataError where a string of some JSON data holds half a character, which no UTF-8 has."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        what = "holds half a character (a lone surrogate)"
+        raise DataError(what, where=where, hint="Leave that character out.") from None
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _texts(value: object, where: str) -> list[str]:
@@ -300,7 +332,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     for id, bias in value.items():
         if not (id.isascii() and id.isdecimal() and len(id) < 10):
             raise DataError(f"{_shown(id)} is no token ID", where="logit_bias")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise DataError(f"the bias of {id} is {_shown(bias)}, and no number", where="logit_bias")
         biases.append((int(id), float(bias)))
     return tuple(biases)
@@ -622,7 +654,7 @@ def parsed(kind: type[WireKind], body: bytes, content_type: str) -> WireKind:
     if not body:
         raise DataError("there is no body", hint=ACCEPTED)
     try:
-        value = json.loads(body)
+        value = json.loads(body, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos : error.pos + SHOWN + 1]
         spot = f"where it reads {_shown(rest)}" if rest else "where it ends"
@@ -630,7 +662,11 @@ def parsed(kind: type[WireKind], body: bytes, content_type: str) -> WireKind:
         raise DataError(what, hint=ACCEPTED) from None
     except ValueError as error:
         raise DataError(f"the body cannot be read: {error}", hint=ACCEPTED) from None
-    return validated(kind, value)
+    checked = validated(kind, value)
+    for name, setting in value.items():
+        if name != "messages":  # whose texts are checked one by one
+            _check_characters(setting, name[:SHOWN])
+    return checked
 
 
 def validated(kind: type[WireKind], value: object) -> WireKind:

@@ -186,14 +186,23 @@ class _Routes:
             return _no_such_model(name, await asyncio.to_thread(self._models.names))
         return await _answer(job, reply, request, stream=stream)
 
-    async def use(self, name: str, work: Callable[[TextAnswerer], dict[str, Any]]) -> Response:
-        """The result of some work with a model as JSON."""
+    async def use(
+        self,
+        name: str,
+        work: Callable[[TextAnswerer], dict[str, Any]],
+        request: Request,
+        gone: threading.Event | None = None,
+    ) -> Response:
+        """The result of some work with a model as JSON. `gone` is set when the client hangs up."""
+        gone = gone or threading.Event()
 
         def with_model(model: Answerer) -> dict[str, Any]:
             assert isinstance(model, TextAnswerer)
+            check_there(gone)
             return work(model)
 
-        result = await self._desk.use(name, with_model)
+        async with _told_when_alone(request, gone.set):
+            result = await self._desk.use(name, with_model)
         if result is None:
             return _no_such_model(name, await asyncio.to_thread(self._models.names))
         return JSONResponse(result)
@@ -219,13 +228,17 @@ class _Routes:
     async def embed(self, request: Request) -> Response:
         body, inputs = await self.read(request, openai_api.EmbeddingRequest, lambda body: body.inputs())
 
+        gone = threading.Event()
+
         def work(model: TextAnswerer) -> dict[str, Any]:
-            ids = [model.text_ids(text, "input") for text in inputs]
-            vectors = [model.embedding(each) for each in ids]
+            ids, vectors = [model.text_ids(text, "input") for text in inputs], []
+            for each in ids:
+                check_there(gone)
+                vectors.append(model.embedding(each))
             as_base64 = body.encoding_format == "base64"
             return replies.embedding_list(body.model, vectors, sum(map(len, ids)), as_base64=as_base64)
 
-        return await self.use(body.model, work)
+        return await self.use(body.model, work, request, gone)
 
     async def tokenize(self, request: Request) -> Response:
         body, _ = await self.read(request, openai_api.TokenizeRequest, lambda body: body.text())
@@ -233,7 +246,7 @@ class _Routes:
         def work(model: TextAnswerer) -> dict[str, Any]:
             return replies.token_list(body, model)
 
-        return await self.use(body.model, work)
+        return await self.use(body.model, work, request)
 
     async def count_tokens(self, request: Request) -> Response:
         body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
@@ -241,7 +254,7 @@ class _Routes:
         def work(model: TextAnswerer) -> dict[str, Any]:
             return {"object": "response.input_tokens", "input_tokens": len(model.written_ids(asked))}
 
-        return await self.use(body.model, work)
+        return await self.use(body.model, work, request)
 
     async def detokenize(self, request: Request) -> Response:
         body, ids = await self.read(request, openai_api.DetokenizeRequest, lambda body: body.ids())
@@ -250,7 +263,7 @@ class _Routes:
             text = model.shown_text(ids)
             return {"prompt": text, "content": text}
 
-        return await self.use(body.model, work)
+        return await self.use(body.model, work, request)
 
     async def apply_template(self, request: Request) -> Response:
         body, asked = await self.read(request, openai_api.ChatRequest, lambda body: body.asked())
@@ -258,7 +271,7 @@ class _Routes:
         def work(model: TextAnswerer) -> dict[str, Any]:
             return {"prompt": model.shown_text(model.written_ids(asked))}
 
-        return await self.use(body.model, work)
+        return await self.use(body.model, work, request)
 
 
 async def _answer(job: GenerationRequest, reply: replies.Reply, request: Request, *, stream: bool) -> Response:
@@ -266,12 +279,14 @@ async def _answer(job: GenerationRequest, reply: replies.Reply, request: Request
     pieces = job.pieces()
     with ExitStack() as on_error:
         on_error.callback(job.stop)
-        async with _stopped_when_alone(request, job):
+        async with _told_when_alone(request, job.stop):
             first = await anext(pieces)
             assert job.answer is not None
             reply.begin(job.answer)
             if not stream:
-                return JSONResponse(reply.whole([first] + [piece async for piece in pieces]))
+                whole = [first] + [piece async for piece in pieces]
+                # in a thread: with log-probabilities it may take seconds
+                return await asyncio.to_thread(lambda: JSONResponse(reply.whole(whole)))
         on_error.pop_all()
     return EventStream(job, _events(reply, first, pieces))
 
@@ -302,19 +317,25 @@ async def _chain(first: TextChunk, rest: AsyncGenerator[TextChunk, None]) -> Asy
 
 
 @asynccontextmanager
-async def _stopped_when_alone(request: Request, job: GenerationRequest) -> AsyncIterator[None]:
-    """Stop the job if the client hangs up while the block runs. A response that has begun sees to that itself."""
+async def _told_when_alone(request: Request, tell: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `tell` if the client hangs up while the block runs. A response that has begun sees to that itself."""
 
     async def listen() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        job.stop()
+        tell()
 
     listener = asyncio.create_task(listen())
     try:
         yield
     finally:
         listener.cancel()
+
+
+def check_there(gone: threading.Event) -> None:
+    """Raise StoppedError where the client has hung up: nobody reads it."""
+    if gone.is_set():
+        raise StoppedError
 
 
 def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:

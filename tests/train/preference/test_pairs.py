@@ -23,7 +23,7 @@ from bloomery.train.preference.losses import (
 from bloomery.train.step import accumulate_gradients
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import T, on_cpu
-from tests.train.test_fsdp import worlds
+from tests.train.test_ranks_in_threads import worlds
 
 import torch
 
