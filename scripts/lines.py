@@ -12,17 +12,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
     "core": 3_850,
-    "hw": 4_250,
+    "hw": 4_260,
     "data": 13_240,
     "tokenizer": 3_090,
     "shards": 1_690,
     "model": 3_790,
     "weights": 5_940,
-    "train": 9_340,
+    "train": 9_350,
     "generate": 1_720,
     "evaluation": 4_760,
-    "serve": 3_330,
-    "stages": 6_110,
+    "serve": 3_500,
+    "stages": 6_150,
 }
 
 

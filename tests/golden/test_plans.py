@@ -66,7 +66,7 @@ def test_baichuan2_7b_is_not_trained_whole_on_cards_of_16_gb_and_the_least_chang
     assert made.change[0] == 'finetune.activation_checkpointing="full" finetune.lora.base_dtype="nf4"'
     assert facts["change"]["peak_bytes"] < made.target.usable_bytes
     assert not any(one.fits for one, _ in made.others if one.way.method == "lora" and not one.way.sharded)
-    assert made.devices_needed == 20
+    assert made.devices_needed == 14, "which gather blocks in 16 bits"
     parts = {n: states / n / GIB for n in (2, 4)}
     assert parts == {2: pytest.approx(55.9, abs=0.1), 4: pytest.approx(28.0, abs=0.1)}
 

@@ -296,18 +296,18 @@ https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.
 """
 LOGITS_CHUNK_BYTES = 2**27
 """Of float32 logits on a CPU, as `train.loss.CHUNK_BYTES`."""
-LARGEST_CHUNK_BYTES, CHUNK_SHARE = 2**30, 1 / 24
+LARGEST_CHUNK_BYTES, CHUNK_SHARE, ROOMY_BYTES = 2**30, 1 / 24, 20 * 2**30
 """
-The same on other devices: at most so many, and of their memory at most this share, as a power of two. Each chunk reads
-and writes the gradient of the head once, so larger chunks save traffic.
+The same on other devices with so much memory: at most so many, and of it at most this share, as a power of two. Each
+chunk reads and writes the gradient of the head once, so larger chunks save traffic. Smaller devices need the memory.
 """
 
 
 def logits_chunk_bytes(memory_bytes: int, *, processor: bool) -> int:
     """Bytes of float32 logits that exist at once on a device with this memory (0: unknown)."""
-    room = int(CHUNK_SHARE * memory_bytes)
-    if processor or room <= LOGITS_CHUNK_BYTES:
+    if processor or memory_bytes < ROOMY_BYTES:
         return LOGITS_CHUNK_BYTES
+    room = int(CHUNK_SHARE * memory_bytes)
     return min(LARGEST_CHUNK_BYTES, 1 << (room.bit_length() - 1))
 
 
