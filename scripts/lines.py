@@ -22,7 +22,7 @@ BUDGET = {
     "generate": 1_720,
     "evaluation": 4_760,
     "serve": 3_330,
-    "stages": 6_110,
+    "stages": 6_160,
 }
 
 
