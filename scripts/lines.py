@@ -21,7 +21,7 @@ BUDGET = {
     "train": 9_340,
     "generate": 1_720,
     "evaluation": 4_760,
-    "serve": 3_330,
+    "serve": 3_380,
     "stages": 6_160,
 }
 

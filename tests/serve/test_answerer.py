@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.generate.scheduler import Request, Ticket, Token
-from bloomery.serve.chat_model import ModelWords, TextAnswerer, derived_seed
-from bloomery.serve.constrained import TextStream
+from bloomery.serve.chat_model import Asked, ModelWords, TextAnswerer, derived_seed
+from bloomery.serve.constrained import TextStream, ToolFormat
 
 END = 256
 ASK: list[Message] = [{"role": "user", "content": "?"}]
@@ -85,6 +85,17 @@ def said(ids: Sequence[int], sampling: SamplingConfig | None = None) -> tuple[li
     pieces = list(model.answer(ASK, sampling or SamplingConfig()).pieces)
     assert all(piece.finish is None for piece in pieces[:-1])
     return [piece.text for piece in pieces], pieces[-1].finish, sum(piece.tokens for piece in pieces)
+
+
+@pytest.mark.parametrize(("ends", "finish"), [([END], "tool_calls"), ([*b"\nnow I"], "length")])
+def test_an_answer_that_is_cut_ends_by_its_length_although_it_calls_a_tool(ends: list[int], finish: str) -> None:
+    model, _ = answerer([*b'{"name": "find", "parameters": {}}', *ends])
+    vars(model).update(tool_format=ToolFormat("", "parameters", ""), special_names={})
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    asked = Asked(sampling=SamplingConfig(), messages=tuple(ASK), tools=(tool,))
+    pieces = list(model._streamed(asked).pieces)
+    assert ([call.name for call in pieces[-1].calls], pieces[-1].finish) == (["find"], finish)
+    assert "".join(piece.text for piece in pieces) == ("" if finish == "tool_calls" else "now I")
 
 
 def test_a_character_that_spans_tokens_is_held_back_until_it_is_whole() -> None:

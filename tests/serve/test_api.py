@@ -450,6 +450,45 @@ def test_calls_in_an_answer_are_found_however_it_is_cut(name: str, size: int) ->
     }
 
 
+FIND, MOVE, FLY = (f'{{"name": "{name}", "parameters": {{}}}}' for name in ("find", "move", "fly"))
+BROKEN = '{"name": "find", "parameters": {"name": "move", "parameters": {}} and so'
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("begin", "end", "text", "content", "names"),
+    [
+        (
+            "<tool_call>\n",
+            "\n</tool_call>",
+            f"Hi <tool_call>{FIND}</tool_call>\nI wait. <tool_call>{FLY}</tool_call>",
+            f"Hi \nI wait. <tool_call>{FLY}</tool_call>",
+            ["find"],
+        ),
+        (
+            "<tool_call>\n",
+            "\n</tool_call>",
+            f"<tool_call>{BROKEN}</tool_call><tool_call>{MOVE}</tool_call> So.",
+            f"<tool_call>{BROKEN}</tool_call> So.",
+            ["move"],
+        ),
+        ("<tool_call>\n", "\n</tool_call>", f"A <tool_call> is no {MOVE}", f"A <tool_call> is no {MOVE}", []),
+        ("[TOOL_CALLS] [", "]", f"[TOOL_CALLS] [{FIND}, {FLY}, {MOVE}] So.", f"{FLY} So.", ["find", "move"]),
+        ("[TOOL_CALLS] [", "]", f"[TOOL_CALLS] [{FIND}, {BROKEN}", f", {BROKEN}", ["find"]),
+        ("Call: now [", "]", f"Call:\nnow [{FIND}]", "", ["find"]),
+        ("", "", BROKEN, BROKEN, []),
+        ("", "", f"{FIND}; {MOVE}\nSo.", "So.", ["find", "move"]),
+    ],
+)
+def test_text_that_is_no_call_stays_in_the_answer(
+    begin: str, end: str, text: str, content: str, names: list[str], size: int
+) -> None:
+    filter = ToolText(ToolFormat(begin, "parameters", end), ["find", "move"])
+    shown = "".join(filter.add(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = filter.end("")
+    assert (shown + rest, [call.name for call in calls]) == (content, names)
+
+
 def test_the_format_of_calls_is_found_in_the_template(site: Site) -> None:
     assert ToolFormat.of(site.models.models["tools"].words.renderer()) == ToolFormat(*FORMATS["hermes"])
     assert ToolFormat.of(site.loaded.renderer) is None

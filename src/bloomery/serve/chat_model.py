@@ -600,7 +600,7 @@ class ChoiceStream:
         calls: tuple[ToolCall, ...] = ()
         if self._calls is not None:
             text, calls = self._calls.end(text)
-            self.finish = "tool_calls" if calls else self.finish
+            self.finish = "tool_calls" if calls and self.finish == "stop" else self.finish
         return TextChunk(text, tokens, self.finish, self.index, calls=calls)
 
 

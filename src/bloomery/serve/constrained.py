@@ -12,6 +12,7 @@ thread with a large stack, because the compiler descends once for each definitio
 
 import codecs
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -270,16 +271,42 @@ class ToolFormat:
         """The first word of a call, or "" where a call is nothing but its object."""
         return next(iter(self.begin.split()), "")
 
-    def calls(self, text: str, names: Sequence[str]) -> list[ToolCall]:
-        """The calls of known tools in a text; none where the text is no call."""
-        if not (text.lstrip().startswith("{") if not self.mark else self.mark in text):
-            return []
-        calls = []
-        for value, _, _ in _objects(text[text.index(self.mark) :]):
+    def calls(self, text: str, names: Sequence[str]) -> tuple[str, list[ToolCall]]:
+        """
+        The text outside of calls, and the calls of known tools. An object that is broken, or calls an unknown tool, is
+        text; behind it, only a mark begins a call. Whitespace between calls is left out.
+        """
+        kept, calls, done = list[str](), list[ToolCall](), 0
+        at = text.find(self.mark)
+        while at >= 0:
+            others, row, end = self._run(text, at, names)
+            if row:
+                kept += [text[done:at], *others]
+                calls, done = calls + row, end
+            at = text.find(self.mark, max(end, at + len(self.mark))) if self.mark else -1
+        return "".join(part for part in (*kept, text[done:]) if part.strip()), calls
+
+    def _run(self, text: str, at: int, names: Sequence[str]) -> tuple[list[str], list[ToolCall], int]:
+        """Of objects in a row behind a mark at `at`: those that are no calls, the calls, and where the row ends."""
+        others, calls, end = list[str](), list[ToolCall](), at
+        rest = r"\s*".join(re.escape(word) for word in self.begin.split()[1:] if word.strip("["))
+        gap = r"[\s\[]*" + (rf"(?:{rest}[\s\[]*)?" if rest else "") + r"\{"
+        first = re.compile(gap).match(text, at + len(self.mark))
+        brace, decoder = first.end() - 1 if first else -1, json.JSONDecoder()
+        while brace >= 0:
+            try:
+                value, end = decoder.raw_decode(text, brace)
+            except (ValueError, RecursionError):
+                break
             arguments = value.get(self.arguments, value.get("arguments", {}))
             if value.get("name") in names and isinstance(arguments, dict):
                 calls.append(ToolCall(value["name"], arguments))
-        return calls
+            else:
+                others.append(text[brace:end])
+            following = re.compile(r"[\s,;]*\{").match(text, end)
+            brace = following.end() - 1 if following else -1
+        closed = re.compile(rf"(?:\s*\])?\s*{re.escape(self.end.strip())}").match(text, end) if calls else None
+        return others, calls, closed.end() if closed else end
 
     def form(self, tools: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Form:
         """
@@ -332,8 +359,9 @@ class ToolText:
     def end(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """The rest of the text, and the calls."""
         shown, held = self.add(text), self._held
-        calls = self._format.calls(held, self._names)[: 1 if self._one_call else None]
-        return (shown.rstrip() if calls else shown + held), tuple(calls)
+        rest, calls = self._format.calls(held, self._names) if self._calls else (held, [])
+        text = (shown + rest).rstrip() if calls else shown + held
+        return text, tuple(calls[: 1 if self._one_call else None])
 
 
 class TextStream:
