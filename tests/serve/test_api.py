@@ -529,6 +529,23 @@ def test_an_echoed_prompt_has_the_logprobs_of_a_recomputed_forward_pass(site: Si
     assert rest == pytest.approx(values, abs=1e-4)
 
 
+def test_an_answer_that_a_stop_string_ends_has_its_logprobs_and_its_time(site: Site) -> None:
+    asked: Any = {"prompt": "The lamp is", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    text, every = (site.post("/v1/completions", **asked).json()["choices"][0][key] for key in ("text", "logprobs"))
+    begin = len(text) * 2 // 3
+    got = site.post("/v1/completions", **asked, stop=text[begin : begin + 2]).json()
+    choice, times = got["choices"][0], got["timings"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == text[: text.index(text[begin : begin + 2])]
+    count = sum(offset < len(choice["text"]) for offset in every["text_offset"])
+    assert 1 < count < len(every["tokens"])
+    assert choice["logprobs"]["tokens"] == every["tokens"][:count]
+    assert choice["logprobs"]["text_offset"] == every["text_offset"][:count]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(every["token_logprobs"][:count], abs=1e-4)
+    assert times["predicted_n"] == got["usage"]["completion_tokens"]
+    assert times["predicted_per_second"] == pytest.approx(1000 * times["predicted_n"] / times["predicted_ms"])
+
+
 def test_the_best_of_several_answers_is_the_likeliest_by_its_mean_logprob(site: Site) -> None:
     asked: Any = {"model": "chats", "prompt": "The", "max_tokens": 5, "seed": 1, "temperature": 2}
     every = site.client.completions.create(**asked, n=6, logprobs=0)

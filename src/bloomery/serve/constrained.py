@@ -376,6 +376,8 @@ class TextStream:
     def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
         """`lead` is left out where the text begins with it."""
         self.stopped = False
+        self.num_decoded = self.num_certain = 0
+        """Characters of all bytes, and those of them that are given out, or left out as the lead."""
         self._stop = [mark for mark in stop if mark]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held, self._lead = "", lead
@@ -392,17 +394,21 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
+        self.num_decoded += len(new)
         if self._lead:
             if not last and len(text) < len(self._lead) and self._lead.startswith(text):
                 self._held = text
                 return ""
             text, self._lead = text.removeprefix(self._lead), ""
+            self.num_certain = self.num_decoded - len(text)
         matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
         if matches:
             self.stopped, self._held = True, ""
+            self.num_certain += min(matches)[1]
             return text[: min(matches)[1]]
         keep = 0 if last else max((overlap(text, mark) for mark in self._stop), default=0)
         self._held = text[len(text) - keep :]
+        self.num_certain = self.num_decoded - keep
         return text[: len(text) - keep]
 
 
