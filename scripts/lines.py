@@ -22,7 +22,7 @@ BUDGET = {
     "generate": 1_720,
     "evaluation": 4_760,
     "serve": 3_500,
-    "stages": 6_150,
+    "stages": 6_160,
 }
 
 

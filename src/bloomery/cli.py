@@ -643,7 +643,7 @@ def chat(options: argparse.Namespace) -> int:
             print(f"> {prompt}")
             deque(print_pieces(ask([{"role": "user", "content": prompt}], sampling).texts), maxlen=0)
         return 0
-    info(f"{options.model}. /help lists commands; an empty line starts a new conversation; Ctrl-D ends.")
+    info(f"{options.model}. /help lists commands; Ctrl-D or /exit ends.")
     TerminalChat(ask, load, sampling).run()
     return 0
 

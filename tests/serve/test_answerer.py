@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.generate.scheduler import Request, Ticket, Token
-from bloomery.serve.chat_model import ModelWords, TextAnswerer, derived_seed
-from bloomery.serve.constrained import TextStream
+from bloomery.serve.chat_model import Asked, ModelWords, TextAnswerer, derived_seed
+from bloomery.serve.constrained import TextStream, ToolFormat
 
 END = 256
 ASK: list[Message] = [{"role": "user", "content": "?"}]
@@ -38,7 +38,7 @@ class ByteScheduler:
             if ticket._cancelled:
                 return ticket._end("cancelled")
             self.said += 1
-            ticket._put(Token(id))
+            ticket._put(Token(id, None if ticket.request.top_logprobs is None else -float(self.said)))
             if id in ticket.request.stop_ids:
                 return ticket._end("stop")
         return ticket._end("length")
@@ -85,6 +85,62 @@ def said(ids: Sequence[int], sampling: SamplingConfig | None = None) -> tuple[li
     pieces = list(model.answer(ASK, sampling or SamplingConfig()).pieces)
     assert all(piece.finish is None for piece in pieces[:-1])
     return [piece.text for piece in pieces], pieces[-1].finish, sum(piece.tokens for piece in pieces)
+
+
+@given(st.lists(st.sampled_from([*b"ab<E", *"é€".encode(), *range(1000, 1004)]), max_size=12), st.data())
+def test_an_answer_has_the_logprobs_of_the_tokens_that_have_a_part_in_its_text(ids: list[int], data: Any) -> None:
+    stop = data.draw(st.lists(st.sampled_from(["ab", "<E", "b\n", "é", "st", "opa"]), max_size=2))
+    model, _ = answerer(ids)
+    vars(model).update(special_names={})
+    asked = Asked(sampling=SamplingConfig(stop=tuple(stop)), messages=tuple(ASK), logprobs=0)
+    pieces = list(model._streamed(asked).pieces)
+    text, raw = "".join(piece.text for piece in pieces), Pairs().decode_bytes(ids)
+    scores = [score for piece in pieces for score in piece.scores]
+    assert [score.logprob for score in scores] == [-float(n) for n in range(1, len(scores) + 1)], "none is left out"
+    tokens = [score.token for score in scores]
+    assert tokens == [Pairs().decode_bytes([id]) for id in ids[: len(scores)]]
+    if pieces[-1].finish == "length":
+        assert len(scores) == len(ids)
+    elif text == raw.decode(errors="replace")[: len(text)] and "\ufffd" not in text:
+        size = len(text.encode())
+        assert sum(map(len, tokens)) >= size
+        assert sum(map(len, tokens[:-1])) < size or not tokens
+    told = 0
+    for number, piece in enumerate(pieces[:-1], start=1):
+        told += len(piece.text)
+        begun = [score for one in pieces[:number] for score in one.scores]
+        assert len(b"".join(score.token for score in begun[:-1]).decode(errors="ignore")) <= told
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids", "count"),
+    [
+        ("\n", [*b"Hi", 1002], 2),
+        ("e\n", [*b"Hi", 1001, *b"e", 1002], 3),
+        ("op", [*b"Hi", 1003], 3),
+        ("top<", [*b"Hi", 1003, *b"<"], 3),
+        ("<END>", [*b"Hi<END>"], 2),
+        ("END>", [*b"Hi<END>"], 3),
+    ],
+)
+def test_tokens_wholly_inside_a_stop_string_have_no_logprobs(stop: str, ids: list[int], count: int) -> None:
+    model, _ = answerer(ids)
+    vars(model).update(special_names={})
+    asked = Asked(sampling=SamplingConfig(stop=(stop,)), messages=tuple(ASK), logprobs=0)
+    pieces = list(model._streamed(asked).pieces)
+    assert (pieces[-1].finish, sum(len(piece.scores) for piece in pieces)) == ("stop", count)
+    assert sum(piece.tokens for piece in pieces) == len(ids)
+
+
+@pytest.mark.parametrize(("ends", "finish"), [([END], "tool_calls"), ([*b"\nnow I"], "length")])
+def test_an_answer_that_is_cut_ends_by_its_length_although_it_calls_a_tool(ends: list[int], finish: str) -> None:
+    model, _ = answerer([*b'{"name": "find", "parameters": {}}', *ends])
+    vars(model).update(tool_format=ToolFormat("", "parameters", ""), special_names={})
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    asked = Asked(sampling=SamplingConfig(), messages=tuple(ASK), tools=(tool,))
+    pieces = list(model._streamed(asked).pieces)
+    assert ([call.name for call in pieces[-1].calls], pieces[-1].finish) == (["find"], finish)
+    assert "".join(piece.text for piece in pieces) == ("" if finish == "tool_calls" else "now I")
 
 
 def test_a_character_that_spans_tokens_is_held_back_until_it_is_whole() -> None:

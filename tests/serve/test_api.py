@@ -450,6 +450,45 @@ def test_calls_in_an_answer_are_found_however_it_is_cut(name: str, size: int) ->
     }
 
 
+FIND, MOVE, FLY = (f'{{"name": "{name}", "parameters": {{}}}}' for name in ("find", "move", "fly"))
+BROKEN = '{"name": "find", "parameters": {"name": "move", "parameters": {}} and so'
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("begin", "end", "text", "content", "names"),
+    [
+        (
+            "<tool_call>\n",
+            "\n</tool_call>",
+            f"Hi <tool_call>{FIND}</tool_call>\nI wait. <tool_call>{FLY}</tool_call>",
+            f"Hi \nI wait. <tool_call>{FLY}</tool_call>",
+            ["find"],
+        ),
+        (
+            "<tool_call>\n",
+            "\n</tool_call>",
+            f"<tool_call>{BROKEN}</tool_call><tool_call>{MOVE}</tool_call> So.",
+            f"<tool_call>{BROKEN}</tool_call> So.",
+            ["move"],
+        ),
+        ("<tool_call>\n", "\n</tool_call>", f"A <tool_call> is no {MOVE}", f"A <tool_call> is no {MOVE}", []),
+        ("[TOOL_CALLS] [", "]", f"[TOOL_CALLS] [{FIND}, {FLY}, {MOVE}] So.", f"{FLY} So.", ["find", "move"]),
+        ("[TOOL_CALLS] [", "]", f"[TOOL_CALLS] [{FIND}, {BROKEN}", f", {BROKEN}", ["find"]),
+        ("Call: now [", "]", f"Call:\nnow [{FIND}]", "", ["find"]),
+        ("", "", BROKEN, BROKEN, []),
+        ("", "", f"{FIND}; {MOVE}\nSo.", "So.", ["find", "move"]),
+    ],
+)
+def test_text_that_is_no_call_stays_in_the_answer(
+    begin: str, end: str, text: str, content: str, names: list[str], size: int
+) -> None:
+    filter = ToolText(ToolFormat(begin, "parameters", end), ["find", "move"])
+    shown = "".join(filter.add(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = filter.end("")
+    assert (shown + rest, [call.name for call in calls]) == (content, names)
+
+
 def test_the_format_of_calls_is_found_in_the_template(site: Site) -> None:
     assert ToolFormat.of(site.models.models["tools"].words.renderer()) == ToolFormat(*FORMATS["hermes"])
     assert ToolFormat.of(site.loaded.renderer) is None
@@ -488,6 +527,23 @@ def test_an_echoed_prompt_has_the_logprobs_of_a_recomputed_forward_pass(site: Si
     first, *rest = raw.choices[0].logprobs.token_logprobs or []
     assert first is None
     assert rest == pytest.approx(values, abs=1e-4)
+
+
+def test_an_answer_that_a_stop_string_ends_has_its_logprobs_and_its_time(site: Site) -> None:
+    asked: Any = {"prompt": "The lamp is", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    text, every = (site.post("/v1/completions", **asked).json()["choices"][0][key] for key in ("text", "logprobs"))
+    begin = len(text) * 2 // 3
+    got = site.post("/v1/completions", **asked, stop=text[begin : begin + 2]).json()
+    choice, times = got["choices"][0], got["timings"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == text[: text.index(text[begin : begin + 2])]
+    count = sum(offset < len(choice["text"]) for offset in every["text_offset"])
+    assert 1 < count < len(every["tokens"])
+    assert choice["logprobs"]["tokens"] == every["tokens"][:count]
+    assert choice["logprobs"]["text_offset"] == every["text_offset"][:count]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(every["token_logprobs"][:count], abs=1e-4)
+    assert times["predicted_n"] == got["usage"]["completion_tokens"]
+    assert times["predicted_per_second"] == pytest.approx(1000 * times["predicted_n"] / times["predicted_ms"])
 
 
 def test_the_best_of_several_answers_is_the_likeliest_by_its_mean_logprob(site: Site) -> None:

@@ -12,9 +12,11 @@ from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.log import about
 from bloomery.core.pipeline import StagePlan
 from bloomery.recipe import STAGES, Recipe
+from bloomery.serve.chat_model import StoppedError
 from bloomery.stages import plan as stages_plan
 from bloomery.stages import terminal
 from bloomery.stages.terminal import sentence
+from bloomery.tokenizer.chat_template import TooLongError
 from tests.calling import Call
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
@@ -119,6 +121,8 @@ class Told(NamedTuple):
         for word in self.words:
             if word == "^C":
                 raise KeyboardInterrupt
+            if word == "stopped":
+                raise StoppedError
             yield word
 
 
@@ -126,15 +130,22 @@ class Talk:
     """A chat whose lines are given, with what its models heard."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *lines: str, dropped: int = 0, words: Sequence[str] = ()
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *lines: str,
+        dropped: int = 0,
+        words: Sequence[str] = (),
+        failing: Sequence[str] = (),
     ) -> None:
+        """`failing` is what the first model says once there is a conversation."""
         self.heard: list[tuple[str, list[Message], SamplingConfig]] = []
-        self._dropped, self._words, left = dropped, [*words], [*lines]
+        self._dropped, self._words, self._failing, left = dropped, [*words], [*failing], [*lines]
 
         def read(prompt: str) -> str:
-            if not left:
-                raise EOFError
-            return left.pop(0)
+            line = left.pop(0) if left else "^D"
+            if line in ("^C", "^D"):
+                raise KeyboardInterrupt if line == "^C" else EOFError
+            return line
 
         monkeypatch.setattr("builtins.input", read)
         self.chat = terminal.TerminalChat(self.model("first"), lambda path: self.model(str(path)), SamplingConfig())
@@ -143,7 +154,10 @@ class Talk:
     def model(self, name: str) -> terminal.Asks:
         def ask(messages: list[Message], sampling: SamplingConfig) -> Told:
             self.heard.append((name, [*messages], sampling))
-            return Told(self._dropped if len(messages) > 2 else 0, self._words or [name, " said"])
+            if (error := {"too long": TooLongError("does not fit"), "^C": KeyboardInterrupt()}.get(name)) is not None:
+                raise error
+            failing = self._failing if name == "first" and len(messages) > 2 else []
+            return Told(self._dropped if len(messages) > 2 else 0, failing or self._words or [name, " said"])
 
         return ask
 
@@ -153,13 +167,27 @@ class Talk:
 
 
 def test_a_chat_keeps_its_conversation_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = Talk(monkeypatch, "a", "b", "", "c", "/reset", "d")
-    assert talk.contents == [["a"], ["a", "first said", "b"], ["c"], ["d"]]
+    talk = Talk(monkeypatch, "a", "b", "", "c", "/reset", "d", "/exit", "e")
+    first, second, third, fourth = talk.contents
+    assert (first, second) == (["a"], ["a", "first said", "b"])
+    assert third == [*second, "first said", "c"], "an empty line does nothing"
+    assert fourth == ["d"]
+
+
+def test_a_conversation_that_was_reset_comes_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Talk(
+        monkeypatch, "/restore", "a", "/reset", "/reset", "/restore", "b", "/reset", "c", "/restore", "/restore"
+    )
+    assert talk.contents == [["a"], ["a", "first said", "b"], ["c"]]
+    assert [message["content"] for message in talk.chat.messages] == ["c", "first said"]
+    assert capsys.readouterr().err.count("there is no earlier conversation") == 1
 
 
 def test_lines_become_one_message_by_backslashes_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk(monkeypatch, "a\\", "b", "", '"""', "c", "", "/help", '"""', "", "//slash", "", "end\\")
-    assert talk.contents == [["a\nb"], ["c\n\n/help"], ["/slash"], ["end"]]
+    assert [said[-1] for said in talk.contents] == ["a\nb", "c\n\n/help", "/slash", "end"]
 
 
 def test_commands_change_what_is_asked_and_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +204,7 @@ def test_a_conversation_is_saved_as_lines_of_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.jsonl"
-    Talk(monkeypatch, "/system ü", "a", f"/save {file}", "", "b", f"/save {file}", f"/save {tmp_path}")
+    Talk(monkeypatch, "/system ü", "a", f"/save {file}", "/reset", "b", f"/save {file}", f"/save {tmp_path}")
     first, second = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     assert [one["content"] for one in first["messages"]] == ["ü", "a", "first said"]
     assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant"]
@@ -204,10 +232,34 @@ def test_messages_that_do_not_fit_are_left_out_and_that_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = Talk(monkeypatch, "a", "b", "c", dropped=2)
-    assert talk.contents == [["a"], ["a", "first said", "b"], ["b", "first said", "c"]]
-    assert capsys.readouterr().err.count("the oldest 2 messages do not fit") == 2
+    assert talk.contents[-1] == ["a", "first said", "b", "first said", "c"], "the model leaves out what does not fit"
+    assert [message["content"] for message in talk.chat.messages][::2] == ["a", "b", "c"]
+    assert capsys.readouterr().err.count("the oldest 2 messages do not fit") == 1
 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk(monkeypatch, "a", "b", words=["Be", "gun", "^C", "never"])
     assert talk.contents == [["a"], ["a", "Begun", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("too long", ()), ("^C", ()), ("first", ("^C",)), ("first", ("be", "stopped"))]
+)
+def test_a_message_without_an_answer_can_be_sent_again_and_the_conversation_stays(
+    model: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["a", f"/model {model}", "b", "/again", "/model other", "/again", "/again", "c"]
+    talk = Talk(monkeypatch, *lines, failing=words)
+    asked = ["a", "first said", "b"]
+    assert talk.contents == [["a"], asked, asked, asked, [*asked, "other said", "c"]]
+    assert capsys.readouterr().err.count("every message has an answer") == 1
+
+
+def test_ctrl_c_at_the_prompt_neither_ends_the_chat_nor_loses_a_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Talk(monkeypatch, "a", "^C", '"""', "b", "c", "^C", "d", "/again")
+    first, second, third = talk.contents
+    assert (first, second) == (["a"], ["a", "first said", "d"])
+    assert third == [*second, "first said", "b\nc"]
+    assert capsys.readouterr().err.count("Ctrl-D or /exit ends") == 1

@@ -489,8 +489,6 @@ class Scheduler:
     def _leave(self, sequence: _Sequence, reason: FinishReason | None, error: Exception | None = None) -> None:
         self._running.remove(sequence)
         self._steps.end(sequence)
-        if sequence.first_token is not None:
-            sequence.ticket.timings.answer_seconds = time.monotonic() - sequence.first_token
         sequence.ticket._end(reason, error)
 
     def _token(self, sequence: _Sequence, logits: Float[Tensor, " V"]) -> FinishReason | None:
@@ -499,9 +497,12 @@ class Scheduler:
         id = sequence.sampler.choose(logits, None if constraint is None else constraint.allowed())
         sequence.ids.append(id)
         sequence.room -= 1
+        now = time.monotonic()
         if sequence.first_token is None:
-            sequence.first_token = time.monotonic()
+            sequence.first_token = now
             ticket.timings.prompt_seconds = sequence.first_token - (sequence.admitted or sequence.arrived)
+        if not ticket._cancelled:  # the reader of a canceled ticket takes no more tokens
+            ticket.timings.answer_seconds = now - sequence.first_token
         ticket._put(_token(id, logits, ticket.request.top_logprobs))
         if id in ticket.request.stop_ids:
             return "stop"

@@ -12,6 +12,7 @@ A request may ask for several answers. They are computed together, and with thos
 import hashlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -553,6 +554,8 @@ class ChoiceStream:
         self.finish: AnswerEnd | None = None
         self.num_tokens = 0
         self._model, self._text, self._calls = model, text, calls
+        self._held = deque[tuple[int, TokenScore]]()
+        """Scores of tokens whose text is not certain, each with the character at which its text begins."""
         self._echo = TextChunk(prompt.text, 0, None, index, prompt.scores) if prompt.text or prompt.scores else None
 
     def cancel(self) -> None:
@@ -571,17 +574,17 @@ class ChoiceStream:
             if token.id in stop_ids:
                 chunks.append(self._end(1, "stop"))
                 return chunks
+            if token.logprob is not None:
+                top = tuple((self._model.token(id), logprob) for id, logprob in token.top)
+                score = TokenScore(self._model.token(token.id), token.logprob, top)
+                self._held.append((self._text.num_decoded, score))
             shown = self._text.add(self._bytes(token.id))
             if self._text.stopped:
                 self.ticket.cancel()
                 chunks.append(self._end(1, "stop", shown))
                 return chunks
-            scores: tuple[TokenScore, ...] = ()
-            if token.logprob is not None:
-                top = tuple((self._model.token(id), logprob) for id, logprob in token.top)
-                scores = (TokenScore(self._model.token(token.id), token.logprob, top),)
             shown = shown if self._calls is None else self._calls.add(shown)
-            chunks.append(TextChunk(shown, 1, None, self.index, scores))
+            chunks.append(TextChunk(shown, 1, None, self.index, self._scores()))
         if self.ticket.done and self.ticket.finish_reason is not None:
             if self.ticket.finish_reason == "cancelled":
                 raise StoppedError
@@ -594,14 +597,21 @@ class ChoiceStream:
             return self._calls.shown(self._model.special_names[id])
         return self._model.words.tokenizer.decode_bytes([id])
 
+    def _scores(self, *, last: bool = False) -> tuple[TokenScore, ...]:
+        """Scores of the tokens that have a part in the text so far. With `last`, all but those behind a stop."""
+        scores = list[TokenScore]()
+        while self._held and (self._held[0][0] < self._text.num_certain or (last and not self._text.stopped)):
+            scores.append(self._held.popleft()[1])
+        return tuple(scores)
+
     def _end(self, tokens: int, finish: AnswerEnd, shown: str | None = None) -> TextChunk:
         text = self._text.end() if shown is None else shown
         self.finish = "stop" if self._text.stopped else finish
         calls: tuple[ToolCall, ...] = ()
         if self._calls is not None:
             text, calls = self._calls.end(text)
-            self.finish = "tool_calls" if calls else self.finish
-        return TextChunk(text, tokens, self.finish, self.index, calls=calls)
+            self.finish = "tool_calls" if calls and self.finish == "stop" else self.finish
+        return TextChunk(text, tokens, self.finish, self.index, self._scores(last=True), calls)
 
 
 class AnswerStreams:

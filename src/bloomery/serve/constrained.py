@@ -307,16 +307,42 @@ class ToolFormat:
         """The first word of a call, or "" where a call is nothing but its object."""
         return next(iter(self.begin.split()), "")
 
-    def calls(self, text: str, names: Sequence[str]) -> list[ToolCall]:
-        """The calls of known tools in a text; none where the text is no call."""
-        if not (text.lstrip().startswith("{") if not self.mark else self.mark in text):
-            return []
-        calls = []
-        for value, _, _ in _objects(text[text.index(self.mark) :]):
+    def calls(self, text: str, names: Sequence[str]) -> tuple[str, list[ToolCall]]:
+        """
+        The text outside of calls, and the calls of known tools. An object that is broken, or calls an unknown tool, is
+        text; behind it, only a mark begins a call. Whitespace between calls is left out.
+        """
+        kept, calls, done = list[str](), list[ToolCall](), 0
+        at = text.find(self.mark)
+        while at >= 0:
+            others, row, end = self._run(text, at, names)
+            if row:
+                kept += [text[done:at], *others]
+                calls, done = calls + row, end
+            at = text.find(self.mark, max(end, at + len(self.mark))) if self.mark else -1
+        return "".join(part for part in (*kept, text[done:]) if part.strip()), calls
+
+    def _run(self, text: str, at: int, names: Sequence[str]) -> tuple[list[str], list[ToolCall], int]:
+        """Of objects in a row behind a mark at `at`: those that are no calls, the calls, and where the row ends."""
+        others, calls, end = list[str](), list[ToolCall](), at
+        rest = r"\s*".join(re.escape(word) for word in self.begin.split()[1:] if word.strip("["))
+        gap = r"[\s\[]*" + (rf"(?:{rest}[\s\[]*)?" if rest else "") + r"\{"
+        first = re.compile(gap).match(text, at + len(self.mark))
+        brace, decoder = first.end() - 1 if first else -1, json.JSONDecoder()
+        while brace >= 0:
+            try:
+                value, end = decoder.raw_decode(text, brace)
+            except (ValueError, RecursionError):
+                break
             arguments = value.get(self.arguments, value.get("arguments", {}))
             if value.get("name") in names and isinstance(arguments, dict):
                 calls.append(ToolCall(value["name"], arguments))
-        return calls
+            else:
+                others.append(text[brace:end])
+            following = re.compile(r"[\s,;]*\{").match(text, end)
+            brace = following.end() - 1 if following else -1
+        closed = re.compile(rf"(?:\s*\])?\s*{re.escape(self.end.strip())}").match(text, end) if calls else None
+        return others, calls, closed.end() if closed else end
 
     def form(self, tools: Sequence[Mapping[str, Any]], special: Mapping[str, int]) -> Form:
         """
@@ -369,8 +395,9 @@ class ToolText:
     def end(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """The rest of the text, and the calls."""
         shown, held = self.add(text), self._held
-        calls = self._format.calls(held, self._names)[: 1 if self._one_call else None]
-        return (shown.rstrip() if calls else shown + held), tuple(calls)
+        rest, calls = self._format.calls(held, self._names) if self._calls else (held, [])
+        text = (shown + rest).rstrip() if calls else shown + held
+        return text, tuple(calls[: 1 if self._one_call else None])
 
 
 class TextStream:
@@ -385,6 +412,8 @@ class TextStream:
     def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
         """`lead` is left out where the text begins with it."""
         self.stopped = False
+        self.num_decoded = self.num_certain = 0
+        """Characters of all bytes, and those of them that are given out, or left out as the lead."""
         self._stop = [mark for mark in stop if mark]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held, self._lead = "", lead
@@ -401,17 +430,21 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
+        self.num_decoded += len(new)
         if self._lead:
             if not last and len(text) < len(self._lead) and self._lead.startswith(text):
                 self._held = text
                 return ""
             text, self._lead = text.removeprefix(self._lead), ""
+            self.num_certain = self.num_decoded - len(text)
         matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
         if matches:
             self.stopped, self._held = True, ""
+            self.num_certain += min(matches)[1]
             return text[: min(matches)[1]]
         keep = 0 if last else max((overlap(text, mark) for mark in self._stop), default=0)
         self._held = text[len(text) - keep :]
+        self.num_certain = self.num_decoded - keep
         return text[: len(text) - keep]
 
 

@@ -69,8 +69,8 @@ MAX_FIELDS = 16
 """Of `stream_options`, and of a part of a message."""
 MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS, MAX_NGRAM = 20, 128, 128, 256, 32
 """
-Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings; tokens of
-an n-gram that is not repeated, which each sequence keeps at every place.
+Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings. MAX_NGRAM
+is of an n-gram that is not repeated: each sequence keeps all of its own.
 """
 TOOL_NAME_CHARS = 64
 

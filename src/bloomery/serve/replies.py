@@ -351,7 +351,8 @@ def _token_text(token: bytes) -> str:
 
 def _mean_logprob(pieces: Sequence[TextChunk]) -> float:
     """Of the tokens of an answer, without those of an echoed prompt."""
-    scores = [score.logprob for piece in pieces if piece.tokens for score in piece.scores if score.logprob is not None]
+    own = [piece for piece in pieces if piece.tokens or piece.finish]
+    scores = [score.logprob for piece in own for score in piece.scores if score.logprob is not None]
     return sum(scores) / max(1, len(scores))
 
 

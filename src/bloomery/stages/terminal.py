@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from bloomery.core import log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig
-from bloomery.core.errors import BloomeryError, ConfigError, DataError, readable
+from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
@@ -462,12 +462,15 @@ def again(root: Path) -> str:
 CHAT_HELP = """\
 /help              this list
 /system TEXT       how the model shall answer, from the next message on; without TEXT: nothing said of it
-/reset             a new conversation; so does an empty line
+/reset             a new conversation
+/restore           the conversation before the last /reset, which /restore then brings back in turn
+/again             send the message again that got no answer
 /model MODEL       another model continues the conversation
 /temperature T     0 always takes the likeliest token
 /save FILE         append the conversation to a file, as a line of JSON that can be trained on
+/exit              end the chat; so does Ctrl-D
 A line that ends with \\ continues in the next one. Lines between two lines of \"\"\" are one message.
-// at the beginning stands for /. Ctrl-C stops an answer, Ctrl-D ends."""
+// at the beginning stands for /. Ctrl-C stops an answer, or discards the line."""
 BLOCK = '"""'
 
 
@@ -482,7 +485,7 @@ class TerminalAnswer(Protocol):
 
 
 Asks = Callable[[list[Message], SamplingConfig], TerminalAnswer]
-"""A model that answers a conversation, without its oldest messages if it does not fit. Raises DataError."""
+"""A model that answers a conversation, without its oldest messages if it does not fit. Raises BloomeryError."""
 
 
 class TerminalChat:
@@ -491,45 +494,76 @@ class TerminalChat:
     def __init__(self, ask: Asks, load: Callable[[Path], Asks], sampling: SamplingConfig) -> None:
         self._ask, self._load, self.sampling = ask, load, sampling
         self.messages: list[Message] = []
-        self._system = ""
+        """The whole conversation, with the messages that do not fit into the model's context."""
+        self._before: list[Message] = []
+        """The conversation before the last /reset."""
+        self._system = self._unanswered = ""
+        self._dropped = 0
         with suppress(ImportError):  # Windows has none
             importlib.import_module("readline")  # input() then edits lines, and has a history
 
     def run(self) -> None:
-        """Answer messages until the input ends."""
-        while (text := read_message()) is not None:
-            if not text.strip():
-                self._reset()
-            elif text.startswith("/") and not text.startswith("//"):
-                name, _, value = text[1:].partition(" ")
-                try:
-                    self.command(name, value.strip())
-                except BloomeryError as error:
-                    log.info(str(error))
-            else:
-                self.say(text.removeprefix("/") if text.startswith("//") else text)
+        """Answer messages until the input ends, or /exit. Ctrl-C stops an answer or a command, and never the chat."""
+        while True:
+            lines: list[str] = []
+            try:
+                text = read_message(lines)
+                if text is None or text.strip() == "/exit":
+                    return
+                lines = []
+                self._obey(text)
+            except BloomeryError as error:
+                log.info(str(error))
+            except KeyboardInterrupt:
+                print()
+                if lines:
+                    self._take_back("\n".join(lines))
+                else:
+                    log.info("(Ctrl-D or /exit ends the chat)", "dim")
+
+    def _obey(self, text: str) -> None:
+        """Do a command, or send a message. An empty one does nothing."""
+        if text.startswith("/") and not text.startswith("//"):
+            name, _, value = text[1:].partition(" ")
+            self.command(name.strip(), value.strip())
+        elif text.strip():
+            self.say(text.removeprefix("/") if text.startswith("//") else text)
 
     def say(self, text: str) -> None:
-        """Send a message, and print the answer. After an error, a new conversation begins."""
-        self.messages.append({"role": "user", "content": text})
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        """Send a message, and print the answer. Without an answer the conversation stays as it was before."""
+        asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        said: list[str] = []
         try:
-            answer = self._ask(system + self.messages, self.sampling)
-            if answer.dropped:
-                del self.messages[: answer.dropped]
+            answer = self._ask(self._opening + asked, self.sampling)
+            if answer.dropped not in (0, self._dropped):
                 what = "message does" if answer.dropped == 1 else "messages do"
                 log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
-            said: list[str] = []
-            try:
-                for text in print_pieces(answer.texts):
-                    said.append(text)
-            except KeyboardInterrupt:
-                print(" (stopped)")
-        except DataError as error:
+            self._dropped = answer.dropped
+            for piece in print_pieces(answer.texts):
+                said.append(piece)
+        except KeyboardInterrupt:
+            print(" (stopped)")
+            if not said:
+                self._take_back(text)
+                return
+        except BloomeryError as error:
+            if said:
+                print()
             log.info(str(error))
-            self._reset()
-        else:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            self._take_back(text)
+            return
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        if text == self._unanswered:
+            self._unanswered = ""
+
+    def _take_back(self, text: str) -> None:
+        """Keep a message that got no answer for /again."""
+        self._unanswered = text
+        log.info("(not in the conversation; /again sends the message again)", "dim")
+
+    @property
+    def _opening(self) -> list[Message]:
+        return [{"role": "system", "content": self._system}] if self._system else []
 
     def command(self, name: str, value: str) -> None:
         """Do what a line with a slash says. Raises ConfigError for a command that is none, or a wrong value."""
@@ -539,7 +573,17 @@ class TerminalChat:
             case "system":
                 self._system = value
             case "reset":
-                self._reset()
+                self._before = self.messages or self._before
+                self._begin([], "new conversation")
+            case "restore" if self._before:
+                earlier, self._before = self._before, self.messages
+                self._begin(earlier, f"the earlier conversation of {counted(len(earlier), 'message')}")
+            case "restore":
+                raise ConfigError("there is no earlier conversation", where="/restore", hint="/reset keeps one.")
+            case "again" if self._unanswered:
+                self.say(self._unanswered)
+            case "again":
+                raise ConfigError("every message has an answer", where="/again", hint="Type the message again.")
             case "model" if value:
                 self._ask = self._load(Path(value))
                 log.info(f"(from here on {value} answers)", "dim")
@@ -552,15 +596,14 @@ class TerminalChat:
             case _:
                 raise ConfigError(f"there is no command /{readable(name)}", hint="/help lists them.")
 
-    def _reset(self) -> None:
-        self.messages = []
-        log.info("(new conversation)", "dim")
+    def _begin(self, messages: list[Message], what: str) -> None:
+        self.messages, self._dropped = messages, 0
+        log.info(f"({what})", "dim")
 
     def _save(self, file: Path) -> None:
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         try:
             with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"messages": system + self.messages}, ensure_ascii=False) + "\n")
+                out.write(json.dumps({"messages": self._opening + self.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot be written: {error.strerror or error}", where=str(file)) from None
         log.info(f"({counted(len(self.messages), 'message')} appended to {file})", "dim")
@@ -578,9 +621,11 @@ def temperature(value: str) -> dict[str, Any]:
     return {"temperature": number, "unset": frozenset()}
 
 
-def read_message() -> str | None:
-    """One message: a line, lines that end with a backslash, or a block. None at the end of the input."""
-    lines: list[str] = []
+def read_message(lines: list[str]) -> str | None:
+    """
+    One message: a line, lines that end with a backslash, or a block. None at the end of the input. `lines` gets each
+    line before the last one, so that Ctrl-C does not lose them.
+    """
     try:
         line = input("> ")
         if line.strip() == BLOCK:

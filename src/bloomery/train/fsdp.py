@@ -131,7 +131,7 @@ class GradientSums:
         flat = torch.cat([*(part.flatten().float() for part in parts), flags])
         del parts
         for weight in bucket:
-            weight.grad = None  # the sum takes its place; until then it would be held twice
+            weight.grad = None  # the sum replaces it; until then it would be held twice
         self._begun.append((flat, self._world.begin_sum(flat)))
 
     def _finish_overlapped(self, failed: bool) -> bool:
