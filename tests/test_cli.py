@@ -574,10 +574,10 @@ def test_chat_answers_prompts_and_ends(call: Call, talker: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
+def test_a_conversation_goes_on_until_a_reset_and_a_message_that_does_not_fit_is_taken_back(
     call: Call, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ["Hi", "Ho", "", "Hi", "word " * 400, "Hi"]
+    lines = ["Hi", "Ho", "", "/reset", "Hi", "word " * 400, "Hi"]
     heard: list[list[str]] = []
     whole = TextAnswerer.answer
 
@@ -594,8 +594,8 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
     monkeypatch.setattr(TextAnswerer, "answer", listening)
     code, _, err = call("chat", talker, "--max-tokens", "3")
     assert code == 0
-    assert heard == [["Hi"], ["Hi", "Ho"], ["Hi"], ["Hi", "word " * 400], ["Hi"]]
-    assert err.count("(new conversation)") == 2
+    assert heard == [["Hi"], ["Hi", "Ho"], ["Hi"], ["Hi", "word " * 400], ["Hi", "Hi"]]
+    assert err.count("(new conversation") == 1
     assert "has a context of 300" in err
 
 

@@ -173,7 +173,7 @@ def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}]
     learning = {"optimizer": {"kind": "adamw", "learning_rate": 0.008}, "schedule": {"kind": "constant"}}
-    config = drawing({"problems": problems, "kl_coef": 0.01}, steps=16, eval_every=16, **learning)
+    config = drawing({"problems": problems, "kl_coef": 0.01}, steps=16, eval_every=16, val_fraction=0.3, **learning)
     stats = prefer.run(config, {"finetune": start}, tmp_path)
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
     early, late = (sum(line["reward"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
@@ -191,6 +191,7 @@ def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert {"question", "right", "said", "is_right", "ended"} <= answers[0].keys()
     assert stats["data"]["kept"] == 14
+    assert stats["data"]["val"]["questions"] > 2
 
 
 @pytest.mark.slow
