@@ -24,7 +24,6 @@ from typing import Any
 
 from bloomery.core.config import build
 from bloomery.core.pipeline import machine, versions
-from bloomery.hw.device import Device
 from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.kernels import cpu
 from bloomery.model.mask import AttentionMask
@@ -32,7 +31,7 @@ from bloomery.train.config import AdamW, Muon, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.loss import chunks_of
 from bloomery.train.plan.memory import LARGEST_CHUNK_BYTES
-from bloomery.train.plan.trace import TracedStep, attention_elsewhere
+from bloomery.train.plan.trace import TracedStep, attention_elsewhere, no_device
 from bloomery.train.precision import Precision
 from bloomery.train.step import Placed, gradients, placed_losses
 
@@ -148,15 +147,10 @@ def counts_of(
         accumulates=True,
         on_processor=False,
     )
-    device = Device(
-        torch_device=torch.device("cpu"),
-        vendor="cpu",
-        name="nothing",
-        memory_bytes=0,
-        compute_dtype=torch.bfloat16,
-        backend="gloo",
+    precision, found = (
+        Precision.decide("auto", no_device(torch.bfloat16)),
+        {name: Counts() for name in ("micro-batch", "update")},
     )
-    precision, found = Precision.decide("auto", device), {name: Counts() for name in ("micro-batch", "update")}
     with fused(found["micro-batch"]), chunks_of(LARGEST_CHUNK_BYTES), FakeTensorMode():
         transformer = step.load()
         optimizers = step.prepare(transformer, precision)

@@ -199,6 +199,7 @@ def test_an_unknown_model_is_answered_with_those_that_there_are(site: Site) -> N
         ("guided_json", {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}),
         ("guided_json", '{"type": "integer", "multiple\\u004ff": 250007}'),
         ("guided_json", {"type": "number", "multipleOf": 1e-300}),
+        ("guided_json", f'{{"type": "number", "multipleOf": 0.{"0" * 50}1}}'),
         ("guided_json", '{"a":' * 5000),
         ("guided_json", "[" * 70_000),
         ("guided_grammar", 'start: %json {"multipleOf": 999983}'),

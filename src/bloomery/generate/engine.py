@@ -5,7 +5,7 @@ A sequence of a batch gets the IDs that it would get alone, by test. sampling.py
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -231,11 +231,15 @@ class Engine:
         check_finite(mean.sum())
         return mean
 
+    def check_tokens(self, ids: Iterable[int], where: str) -> None:
+        """Raises DataError for IDs that are none of this model's."""
+        if (wrong := next((id for id in ids if id >= self.num_ids), None)) is not None:
+            hint = f"This model's token IDs are 0 to {self.num_ids - 1}."
+            raise DataError(f"there is no token {wrong}", where=where, hint=hint)
+
     def check(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
         """Raises DataError for a prompt that is empty or leaves no room, and for a bias of a token that is none."""
-        if wrong := [id for id, _ in sampling.logit_bias if id >= self.num_ids]:
-            hint = f"This model's token IDs are 0 to {self.num_ids - 1}."
-            raise DataError(f"there is no token {wrong[0]}", where="logit_bias", hint=hint)
+        self.check_tokens((id for id, _ in sampling.logit_bias), "logit_bias")
         if not ids:
             raise DataError("the prompt is empty", hint="Give at least one id.")
         if len(ids) >= self.context:

@@ -60,13 +60,13 @@ class Device:
 
     def open(self) -> None:
         """Compute on this GPU from now on, where no other is named."""
-        if self.torch_device.type == "cuda":
+        if self.is_gpu:
             torch.cuda.set_device(self.torch_device)
 
     @property
     def is_gpu(self) -> bool:
         """Whether it is a GPU of NVIDIA or AMD, which computes while the host does other work."""
-        return self.torch_device.type == "cuda"
+        return is_gpu(self.torch_device)
 
     def synchronize(self) -> None:
         """Wait until everything that was asked of the device is done."""
@@ -165,7 +165,7 @@ def is_gpu(device: torch.device) -> bool:
 
 def compiles_kernels(device: torch.device) -> bool:
     """Whether torch can write kernels for a GPU, which needs Triton."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return is_gpu(device) and importlib.util.find_spec("triton") is not None
 
 
 def is_rocm() -> bool:
@@ -205,7 +205,7 @@ def staged(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     if device.type == "cpu":
         return list(numbers)
     sizes = [tensor.numel() for tensor in numbers]
-    buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=is_gpu(device))
     for slot, tensor in zip(torch.split(buffer, sizes), numbers, strict=True):
         slot.copy_(tensor.flatten())
     moved = buffer.to(device, non_blocking=True).long()
@@ -219,7 +219,7 @@ def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     copies, gpu, may_pin = list[torch.Tensor](), False, True
     for tensor in tensors:
-        on_gpu = tensor.device.type == "cuda"
+        on_gpu = is_gpu(tensor.device)
         pinned = on_gpu and may_pin
         try:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)

@@ -144,7 +144,8 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     order, switches = kernel_trials.attention_order(outcomes), _switches()
     flex = any(one.name == kernel_trials.FLEX and one.status == "passed" for one in outcomes)
     known_here = {one.implementation for one in outcomes if one.kernel == "attention"} | {"flex"}
-    kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])})
+    left = known_here - {*order, *(["flex"] if flex else [])}
+    kernel_trials.leave_attention(left)
     if kernel_trials.needs_experimental(device.vendor, outcomes):
         os.environ.setdefault(kernel_trials.EXPERIMENTAL, "1")  # AOTriton reads it in the first call of attention
     for name, switch in switches.items():
@@ -158,7 +159,7 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
         switches[preferred](False)
         again = _choices(device)
         if again[ROWS] == order[0]:
-            kernel_trials.leave_attention(known_here - {*order, *(["flex"] if flex else [])} | {preferred})
+            kernel_trials.leave_attention(left | {preferred})
             _ATTENTION.update(again)
         else:
             switches[preferred](True)

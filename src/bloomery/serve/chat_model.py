@@ -306,7 +306,7 @@ class TextAnswerer:
         prompts = []
         for number, prompt in enumerate(asked.prompts):
             ids = self.text_ids(prompt)
-            self._check_room(ids, "the prompt", "prompt", "Shorten it.")
+            self._check_room(ids, "the prompt", "prompt", "Shorten it.", self.words.context)
             opened = len(self.words.opening) if isinstance(prompt, str) else 0
             scores = self.scores(ids, asked.logprobs)[opened:] if asked.echo and asked.logprobs is not None else ()
             prompts.append(_Prompt(ids, self.text(ids) if asked.echo else "", tuple(scores), number))
@@ -376,9 +376,7 @@ class TextAnswerer:
             ids += self.words.tokenizer.encode(renderer.lead + content)
         elif renderer.lead and (asked.form is not None or asked.calls == "required"):
             ids += self.words.tokenizer.encode(renderer.lead)  # the form is that of the text behind it
-        if len(ids) >= max_tokens:
-            what = f"the conversation takes {len(ids)} tokens, and {self.name} has a context of {self.words.context}"
-            raise TooLongError(what, where="messages", hint=SHORTER)
+        self._check_room(ids, "the conversation", "messages", SHORTER, max_tokens)
         return ids
 
     def text_ids(self, prompt: str | Sequence[int], where: str = "prompt") -> list[int]:
@@ -387,9 +385,8 @@ class TextAnswerer:
         TooLongError for a text that does not fit.
         """
         if not isinstance(prompt, str):
-            if self._engine is not None and (wrong := [id for id in prompt if id >= self._engine.num_ids]):
-                hint = f"This model's token IDs are 0 to {self._engine.num_ids - 1}."
-                raise DataError(f"there is no token {wrong[0]}", where=where, hint=hint)
+            if self._engine is not None:
+                self._engine.check_tokens(prompt, where)
             return list(prompt)
         opening = list(self.words.opening)
         ids = self.words.tokenizer.encode_within(prompt, self.words.context - len(opening))
@@ -417,8 +414,8 @@ class TextAnswerer:
         """The text of token IDs, without special tokens."""
         return self.words.tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace")
 
-    def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str) -> None:
-        if len(ids) >= self.words.context:
+    def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str, max_tokens: int) -> None:
+        if len(ids) >= max_tokens:
             what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self.words.context}"
             raise TooLongError(what, where=where, hint=hint)
 
@@ -511,7 +508,8 @@ class _Prepared:
         if format is not None and asked.calls == "required":
             form = format.form(asked.tools, special)
         continues = not asked.messages or asked.messages[-1]["role"] == "assistant" or form is not None
-        lead = "" if continues else self.model.words.renderer().lead
+        lead = "" if continues else model.words.renderer().lead
+        names = [tool["function"]["name"] for tool in asked.tools]
         choices: list[ChoiceStream] = []
         for prompt in self.prompts:
             for number in range(asked.choices):
@@ -525,7 +523,6 @@ class _Prepared:
                     for choice in choices:
                         choice.cancel()
                     raise
-                names = [tool["function"]["name"] for tool in asked.tools]
                 calls = None if format is None else ToolText(format, names, one_call=asked.one_call)
                 choices.append(ChoiceStream(model, index, ticket, TextStream(asked.sampling.stop, lead), prompt, calls))
         return AnswerStreams(choices, self.prompt_tokens, self.dropped, model)

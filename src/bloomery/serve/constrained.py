@@ -39,9 +39,9 @@ from torch import Tensor
 MAX_SCHEMA, MAX_GRAMMAR, MAX_CHOICES = 2**16, 2**14, 1000
 """Characters of a schema as JSON, and of a regular expression or grammar; texts to choose from."""
 MAX_DEFINITIONS = 200
-MAX_REMAINDERS, MAX_DECIMALS = 50_000, 20
-"""Of the multiples that a schema asks for: states of its compiled form, and decimal places of one of them."""
 """References of a schema, and rules of a grammar. The compiler takes 500 of them with a stack of 8 MiB."""
+MAX_REMAINDERS, MAX_DECIMALS, MAX_DIGITS = 50_000, 20, 40
+"""Of the multiples that a schema asks for: states of its compiled form, decimal places of one, and its characters."""
 STACK_BYTES = 64 * 2**20
 MAX_KEPT_FORMS = 32
 """Compiled forms that a model keeps."""
@@ -84,7 +84,9 @@ def _check_multiples(source: str, field: str) -> None:
     """
     plain = re.sub(r"\\u00([0-7][0-9A-Fa-f])", lambda escape: chr(int(escape[1], 16)), source)
     sizes = []
-    for text in re.findall(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]{0,40})', plain):
+    for text in re.findall(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]*)', plain):
+        if len(text) > MAX_DIGITS:
+            raise _too_many_remainders(field)
         try:
             digits = Decimal(text).normalize().as_tuple()
         except InvalidOperation:
@@ -206,13 +208,13 @@ def _compiled(tokens: llguidance.LLTokenizer, form: Form) -> llguidance.LLMatche
             work = thread.submit(compile_it)
             threading.stack_size(before)
             matcher = work.result()
+        problem = matcher.get_error() if matcher.is_error() else ""
     except ValueError as error:
-        what = f"this form cannot be compiled: {shorten(str(error))}"
-        raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.") from error
+        problem = str(error)
     finally:
         threading.stack_size(before)
-    if matcher.is_error():
-        what = f"this form cannot be compiled: {shorten(matcher.get_error())}"
+    if problem:
+        what = f"this form cannot be compiled: {shorten(problem)}"
         raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.")
     return matcher
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import readable
@@ -82,11 +82,36 @@ class _Counted:
 
 
 @dataclass
-class ChatReply(_Counted):
+class _Choices(_Counted):
+    """Answers as a list of choices."""
+
+    id: str = ""
+    chunk_kind: ClassVar[str]
+    """What an event of a stream calls itself."""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head(kind), "choices": choices, "usage": self.tokens(), **self.more()}
+
+    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] | None = None) -> str:
+        usage = {"usage": None} if self.usage else {}
+        return event({**self._head(self.chunk_kind), "choices": [choice], **usage, **(more or {})})
+
+    def end(self) -> Iterable[str]:
+        if self.usage:
+            yield event(self._body(self.chunk_kind, []))
+        yield DONE
+
+
+@dataclass
+class ChatReply(_Choices):
     """The answer of POST /v1/chat/completions."""
 
     choices: int = 1
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    chunk_kind = "chat.completion.chunk"
 
     def whole(self, pieces: Sequence[TextChunk]) -> dict[str, Any]:
         self.completion_tokens = sum(piece.tokens for piece in pieces)
@@ -106,7 +131,7 @@ class ChatReply(_Counted):
                     "finish_reason": own[-1].finish,
                 }
             )
-        return {**self._head("chat.completion"), "choices": choices, "usage": self.tokens(), **self.more()}
+        return self._body("chat.completion", choices)
 
     def start(self) -> Iterable[str]:
         for index in range(self.choices):
@@ -122,12 +147,6 @@ class ChatReply(_Counted):
             is_last = self.answer is not None and self.answer.done
             yield self._chunk(piece.index, {}, piece.finish, more=self.more() if is_last else {})
 
-    def end(self) -> Iterable[str]:
-        if self.usage:
-            body = {**self._head("chat.completion.chunk"), "choices": [], "usage": self.tokens(), **self.more()}
-            yield event(body)
-        yield DONE
-
     def _chunk(
         self,
         index: int,
@@ -142,21 +161,18 @@ class ChatReply(_Counted):
             "logprobs": _chat_scores(scores) if scores else None,
             "finish_reason": finish,
         }
-        usage = {"usage": None} if self.usage else {}
-        return event({**self._head("chat.completion.chunk"), "choices": [choice], **usage, **(more or {})})
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return self._event(choice, more)
 
 
 @dataclass
-class CompletionReply(_Counted):
+class CompletionReply(_Choices):
     """The answer of POST /v1/completions. Of `asked` answers to each prompt, the `kept` likeliest are sent."""
 
     kept: int = 1
     asked: int = 1
     scored: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    chunk_kind = "text_completion"
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, pieces: Sequence[TextChunk]) -> dict[str, Any]:
@@ -172,7 +188,7 @@ class CompletionReply(_Counted):
                 scores = [score for piece in own for score in piece.scores]
                 text = "".join(piece.text for piece in own)
                 choices.append(self._choice(len(choices), text, own[-1].finish, scores))
-        return {**self._head(), "choices": choices, "usage": self.tokens(), **self.more()}
+        return self._body(self.chunk_kind, choices)
 
     def start(self) -> Iterable[str]:
         return ()
@@ -182,13 +198,7 @@ class CompletionReply(_Counted):
         if piece.text or piece.scores or piece.finish:
             is_last = piece.finish and self.answer is not None and self.answer.done
             choice = self._choice(piece.index, piece.text, piece.finish, piece.scores)
-            usage = {"usage": None} if self.usage else {}
-            yield event({**self._head(), "choices": [choice], **usage, **(self.more() if is_last else {})})
-
-    def end(self) -> Iterable[str]:
-        if self.usage:
-            yield event({**self._head(), "choices": [], "usage": self.tokens(), **self.more()})
-        yield DONE
+            yield self._event(choice, self.more() if is_last else {})
 
     def _choice(self, index: int, text: str, finish: AnswerEnd | None, scores: Sequence[TokenScore]) -> dict[str, Any]:
         logprobs = None
@@ -206,9 +216,6 @@ class CompletionReply(_Counted):
                 "text_offset": offsets,
             }
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
 
 @dataclass

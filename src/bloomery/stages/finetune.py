@@ -100,9 +100,7 @@ def base_dtype(config: Adapters) -> Base:
 
 def in_known_format(config: T, start: Path) -> T:
     """The same settings, with the number format of a model's files where its frozen base is to be kept in that."""
-    if config.lora is None or config.lora.base_dtype != "auto":
-        return config
-    return config.model_copy(update={"lora": config.lora.model_copy(update={"base_dtype": hf.frozen_format(start)})})
+    return config.on_base(hf.frozen_format(start)) if config.asks_for_format else config
 
 
 def load(start: Path, rows: Mapping[str, Any], config: Finetune, device: str = "cpu") -> Loaded:

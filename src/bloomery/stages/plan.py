@@ -38,7 +38,7 @@ from bloomery.hw.launcher import cores
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig, cost
 from bloomery.stages.config import Pretrain, check_named_paths
-from bloomery.train.config import Finetune, Mesh, Training, trained_tokens
+from bloomery.train.config import Adapters, Finetune, Mesh, Training, trained_tokens
 from bloomery.train.plan import memory
 from bloomery.train.plan import report as plan_report
 from bloomery.train.plan.memory import Machine, of_entry, of_memory
@@ -156,15 +156,14 @@ def _started_from(recipe: Any) -> Path | None:
 
 def _in_known_format(recipe: Any, config: Any) -> Any:
     """A section whose frozen base is kept as in its files, with that format: float32 for a model of this recipe."""
-    lora = getattr(config, "lora", None)
-    if lora is None or lora.base_dtype != "auto":
+    if not isinstance(config, Adapters) or not config.asks_for_format:
         return config
     follows = config is recipe.prefer and config.start_from is None and recipe.finetune is not None
     if follows and recipe.finetune.lora is None:  # the stage before writes the model in the format it trains in
-        return config.model_copy(update={"lora": lora.model_copy(update={"base_dtype": recipe.finetune.weight_dtype})})
+        return config.on_base(recipe.finetune.weight_dtype)
     if (path := _started_from(recipe)) is not None:
         return pipeline.resolve("bloomery.stages.finetune:in_known_format")(config, path)
-    return config.model_copy(update={"lora": lora.model_copy(update={"base_dtype": "float32"})})
+    return config.on_base("float32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def settled(config: Training, device: Device, early: bool = True) -> Training:
     try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
     """
     may_try = early and config.parallelism == "none" and not config.deterministic
-    if config.compile != "auto" or (may_try and devices.is_gpu(device.torch_device)):
+    if config.compile != "auto" or (may_try and device.is_gpu):
         return config
     return config.model_copy(update={"compile": "off"})
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from bloomery.core.bounds import Between, Context, DiskPath, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config, build, plain
 from bloomery.hw.host import DeviceChoice
-from bloomery.model.config import PRESETS, Lora, RopeScaling
+from bloomery.model.config import PRESETS, Base, Lora, RopeScaling
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""
@@ -457,6 +457,16 @@ class Adapters(Config):
     """
     lora: Lora | None = None
     """Train small matrices added to frozen ones, by AdamW if no optimizer is named. None: train every weight."""
+
+    @property
+    def asks_for_format(self) -> bool:
+        """Whether a frozen base is kept in the format of its files, which `on_base` then names."""
+        return self.lora is not None and self.lora.base_dtype == "auto"
+
+    def on_base(self, form: Base) -> Self:
+        """The same settings, with a frozen base in that format."""
+        assert self.lora is not None
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"base_dtype": form})})
 
 
 class EarlyStopping(Config):

@@ -114,10 +114,10 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
         raise CheckpointError(what, where=str(folder), hint="Export the whole model: leave out --format peft.")
     info(f"{out}: {(folder / peft.WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
-    hf.write_words(out, words, hf.config_of(folder)[0].context_length, chats=words.chat is not None)
+    hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
     shutil.copyfile(folder / peft.WEIGHTS, out / peft.WEIGHTS)
     write_json(out / peft.CONFIG, facts | {"base_model_name_or_path": str(base)})
-    name = architectures.architecture(hf.config_of(folder)[0]).name
+    name = architectures.architecture(shape).name
     ranks = {len(a) for a, _ in adapter.pairs.values()}
     rows = {
         "base": f"{base}, a {name}",

@@ -387,15 +387,20 @@ def _line(low: Traced, high: Traced, times: float) -> Traced:
     return Traced(*values)
 
 
-def _traced(step: TracedStep) -> Traced:
-    device = Device(
+def no_device(dtype: torch.dtype) -> Device:
+    """What stands for the device of a trace, which computes nothing."""
+    return Device(
         torch_device=torch.device("cpu"),
         vendor="cpu",
         name="nothing",
         memory_bytes=0,
-        compute_dtype=step.precision,
+        compute_dtype=dtype,
         backend="gloo",
     )
+
+
+def _traced(step: TracedStep) -> Traced:
+    device = no_device(step.precision)
     precision = Precision.decide("auto", device)
     counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
     chunks = chunks_of(step.logits_chunk_bytes)
