@@ -97,10 +97,10 @@ def check_model(model: Transformer, mesh: Mesh) -> None:
 
 
 def _keep_as_parameters(model: nn.Module) -> None:
-    """Frozen matrices, codes and scales are buffers, which FSDP2 does not cut."""
+    """Frozen matrices, codes and scales are buffers, which FSDP2 does not cut. The look-up table of NF4 stays one."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            for name, tensor in list(module.named_buffers(recurse=False)):
+            for name, tensor in list(module.state_dict(keep_vars=True).items()):
                 delattr(module, name)
                 module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
