@@ -367,7 +367,7 @@ class Shard(Parallel):
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """
     Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them. At most
-    a tenth: every tokenizer leaves out that tenth, so it fits each smaller share.
+    a tenth: tokenizers never train on that tenth, so any smaller share is safe.
     """
     anneal: Anneal | None = None
     """A second mix, which `pretrain` reads last."""

@@ -346,7 +346,9 @@ def _round(value: float | None) -> float | None:
 
 
 def _size(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:,.1f} MiB"
+    if size >= GIB / 4:
+        return f"{size / GIB:,.{2 if size < 1000 * GIB else 0}f} GiB"
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:

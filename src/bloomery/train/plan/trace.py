@@ -623,8 +623,11 @@ def traceable(way: TrainSetup) -> bool:
 
 
 def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
-    """An option with its traced memory, if it can be traced, and its timed speed, if the target is this machine."""
-    if not traceable(option.way):
+    """
+    An option with its traced memory, if it can be traced, and its timed speed, if the target is this machine. What
+    takes more than twice the memory by arithmetic is not traced: in the longest contexts a trace takes minutes.
+    """
+    if not traceable(option.way) or option.needs.peak > 2 * target.usable_bytes:
         return option
     what = traced_step(option, option.way.rows * option.way.devices < ask.rows_per_step)
     traced = trace(what)
