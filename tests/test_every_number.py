@@ -83,6 +83,7 @@ def test_numbers_of_the_command_line_have_ascii_digits_alone(text: str) -> None:
         with pytest.raises(argparse.ArgumentTypeError):
             read(text)
     assert readers[0]("12") == readers[1]("1.2e1") == readers[2]("12") == 12
+    assert readers[2]("12 KiB") == readers[2]("12kiB") == 12_288
 
 
 def test_the_walk_comes_to_every_section() -> None:

@@ -218,12 +218,12 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
     """The type of an option that is a size with two ends."""
 
     def read(text: str) -> int:
-        match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kMGT]?)(i?)B?", text)
+        match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kKMGT]?)(i?)B?", text)
         if not match:
             what = f"{shorten(text, 40)!r} is no size in bytes, as 256MB or 8GiB, of {_range(low, high)}"
             raise argparse.ArgumentTypeError(what)
         number, letter, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+        size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter.replace("K", "k") or " "))
         if not low <= size <= high:
             raise argparse.ArgumentTypeError(f"{text!r} is no size of {_range(low, high)} bytes")
         return size

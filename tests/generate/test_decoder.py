@@ -239,3 +239,10 @@ def test_a_layer_of_another_kind_is_not_packed() -> None:
     mlp: Any = model.blocks[1].mlp
     mlp.down = nn.Sequential(mlp.down)
     assert Decoder.of(model) is None
+
+
+def test_a_model_with_an_activation_that_the_library_lacks_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively(CHOICES["no positions"], 0)
+    assert decoder.is_known(model)
+    monkeypatch.delitem(decoder.ACTIVATIONS, "relu2")
+    assert not decoder.is_known(model)

@@ -182,3 +182,18 @@ def test_a_trace_of_that_shape_finds_less_than_10_gib_and_no_more_than_the_arith
     assert plan.choice.way.rows == 8
     assert plan.choice.peak_bytes < 10 * GIB
     assert plan.choice.peak_bytes <= plan.choice.needs.peak
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (AdamW(), {"attention": ("differential",), "norm_affine": False, "biases": "qkv", "num_layers": 4}),
+        (Muon(), {"num_layers": 1, "position_embedding": "learned", "tie_embeddings": False}),
+    ],
+    ids=["AdamW", "Muon"],
+)
+def test_matrices_may_be_as_many_as_vectors(config: Optimizer, shape: dict[str, Any]) -> None:
+    model = Transformer(ModelConfig(**(SHAPES[0].model_dump() | shape)), VOCAB_SIZE)
+    keep_weights(model, "bfloat16")
+    optimizers = Optimizers(model, config)
+    assert {id(one) for _, one in optimizers._owned()} == {id(one) for one in model.parameters()}

@@ -16,7 +16,7 @@ from bloomery.train.config import AdamW, Muon
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import Hook, Hooks, SkippedStep, SpikeGuard, State
 from bloomery.train.step import accumulate_gradients
-from tests.model.made import SHAPES, lively
+from tests.model.made import CHOICES, SHAPES, lively
 from tests.train.made import on_cpu, random_batch, trainer
 
 import torch
@@ -313,3 +313,10 @@ def test_what_goes_to_a_device_in_one_copy_is_what_a_cpu_computes_with(
         assert theirs is not None
         assert torch.equal(mine, theirs), name
         assert mine.dtype == theirs.dtype == torch.int64, name
+
+
+@pytest.mark.parametrize("name", ["NormHead", "Qwen3"])
+def test_the_losses_of_rows_add_up_to_the_loss_of_the_batch(name: str) -> None:
+    model, batch = lively(CHOICES[name], 3), random_batch(4)
+    rows = step.row_losses(model, batch, CPU)
+    assert sum(rows) == pytest.approx(float(step.micro_batch_losses(model, batch, CPU)[1]), rel=1e-5)

@@ -52,8 +52,8 @@ def run(
     """
     Parts with their records, in order of completion.
 
-    Starts Ray for this call if no address is given and Ray does not run in this process yet. Raises the errors
-    of `work`, and DataError where Ray is not installed.
+    Connects to Ray at an address, or starts Ray if none is given. If Ray runs in this process already, takes that.
+    Raises the errors of `work`, and DataError where Ray is not installed.
     """
     ray, data = extras.load("ray"), extras.load("ray.data")
     ours = not ray.is_initialized()

@@ -590,6 +590,7 @@ def is_known(model: Transformer) -> bool:
     return (
         model.embed.weight.device.type == "cpu"
         and set(config.attention) == {"standard"}
+        and set(config.mlp) <= ACTIVATIONS.keys()
         and all(width % PANEL == 0 for width in widths)
         and all(isinstance(one, nn.Linear | QuantizedLinear) for one in matrices)
     )

@@ -43,6 +43,7 @@ MAX_DEFINITIONS = 200
 MAX_REMAINDERS, MAX_DECIMALS, MAX_DIGITS = 50_000, 20, 40
 """Of the multiples that a schema asks for: states of its compiled form, decimal places of one, and its characters."""
 STACK_BYTES = 64 * 2**20
+STACK_LOCK = threading.Lock()
 MAX_KEPT_FORMS = 32
 """Compiled forms that a model keeps."""
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
@@ -202,17 +203,18 @@ def _compiled(tokens: llguidance.LLTokenizer, form: Form) -> llguidance.LLMatche
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
         return llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
 
-    before = threading.stack_size(STACK_BYTES)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
-            work = thread.submit(compile_it)
-            threading.stack_size(before)
+            with STACK_LOCK:  # the size is that of every thread which the process starts
+                before = threading.stack_size(STACK_BYTES)
+                try:
+                    work = thread.submit(compile_it)
+                finally:
+                    threading.stack_size(before)
             matcher = work.result()
         problem = matcher.get_error() if matcher.is_error() else ""
     except ValueError as error:
         problem = str(error)
-    finally:
-        threading.stack_size(before)
     if problem:
         what = f"this form cannot be compiled: {shorten(problem)}"
         raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.")

@@ -241,7 +241,7 @@ class RequestGuard:
 
 
 def too_complex(body: bytes) -> Response | None:
-    """Refuse JSON that is not UTF-8, or whose nesting or number of values would cost a parser much."""
+    """Refuse JSON with a NUL byte, or whose nesting or number of values would cost a parser much."""
     if b"\0" in body:
         return _error(400, f"the body holds a NUL byte, which JSON in UTF-8 never does. {ACCEPTED}")
     unquoted, strings = _STRING.subn(b"", body, MAX_SIGNS + 1)

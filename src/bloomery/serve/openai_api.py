@@ -389,7 +389,7 @@ def _tools(value: object, choice: object) -> tuple[tuple[dict[str, Any], ...], L
     if len(set(names)) < len(names):
         raise DataError("two tools have the same name", where="tools", hint="Give each tool a name of its own.")
     match choice:
-        case None | "auto" | "none" if choice != "none":
+        case None | "auto":
             return tuple(tools), "auto"
         case "none":
             return (), "auto"

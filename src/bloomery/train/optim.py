@@ -557,6 +557,10 @@ class Optimizers:
                     yield optimizer, weight
 
 
+def _is_rounded(group: Mapping[str, Any]) -> bool:
+    return bool(group["params"][0].dtype == torch.bfloat16)
+
+
 def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype, world: World) -> list[torch.optim.Optimizer]:
     lr, betas = config.learning_rate, (config.beta1, config.beta2)
     matrices = _group(kinds.matrices, config.weight_decay)
@@ -566,8 +570,8 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype, world: World) ->
         return [LionOptimizer(matrices + tables + vectors, lr=lr, betas=betas)]
 
     def adamw(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-        rounded = [group for group in groups if group["params"][0].dtype == torch.bfloat16]
-        exact = [group for group in groups if group not in rounded]
+        rounded = [group for group in groups if _is_rounded(group)]
+        exact = [group for group in groups if not _is_rounded(group)]
         settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.epsilon}
         return [
             *([RoundedAdamW(rounded, **settings)] if rounded else []),

@@ -289,10 +289,10 @@ def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[f
     placed = [torch.from_numpy(array).to(device) for array in (batch.ids, batch.positions, batch.segments)]
     with precision.autocast():
         hidden = model(placed[0], positions=placed[1], segments=placed[2])
-    losses = []
+    losses, head = [], model.head_rows(hidden.dtype)
     for row, targets in zip(hidden, torch.from_numpy(batch.targets).to(device), strict=True):
         learned = targets != IGNORE
-        losses.append(float(token_losses(row[learned], model.head.weight, targets[learned])[1]))
+        losses.append(float(token_losses(row[learned], head, targets[learned])[1]))
     return losses
 
 

@@ -245,7 +245,7 @@ class TrainingRun:
                 self.config = self._tried(optimizers, precision)
             doing("validation loss before the first step")
             self._start_loss = self._measured_start(precision)
-            doing("measuring the speed of matmuls")
+            doing("reading the newest checkpoint")
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state, self._stop.saves = self._checkpoints.resume(), True
@@ -280,7 +280,7 @@ class TrainingRun:
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
             "peak_flops_measured": fsdp.peak(device, self.world),
-            "peak_flops_catalogue": listed_peak(device) or "unknown",
+            "peak_flops_catalogue": listed_peak(device, self.world.size) or "unknown",
         }
 
     def _tried(self, optimizers: Optimizers, precision: Precision) -> Training:
@@ -500,6 +500,7 @@ class TrainingRun:
 
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:
+        doing("measuring the speed of matmuls")
         with (
             Metrics(self._desk / METRICS, state.step) as metrics,
             progress(self.name, "steps", self.config.steps) as meter,

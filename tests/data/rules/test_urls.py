@@ -73,3 +73,12 @@ def test_lists_stand_in_files_and_what_is_missing_or_empty_is_an_error(tmp_path:
         reasons(Urls(hosts_path=tmp_path / "missing.txt"), "http://x.org")
     with pytest.raises(ConfigError, match="names neither hosts nor words"):
         build(Urls, {})
+
+
+def test_a_list_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.txt"
+    path.write_text("example.com\n")
+    rule = Urls(hosts_path=path)
+    assert reasons(rule, "http://example.com", "http://example.org") == ["urls.host", None]
+    path.write_text("# other\nexample.org\n")
+    assert reasons(rule, "http://example.com", "http://example.org") == [None, "urls.host"]

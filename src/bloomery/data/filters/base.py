@@ -109,10 +109,23 @@ class Wordlist:
                 yield entry
 
 
-@cache
 def wordlist(entries: tuple[str, ...], path: Path | None) -> Wordlist:
     """The list of a rule: what the recipe spells out, and what stands in the file that it names."""
+    return _wordlist(entries, path, stamp(path))
+
+
+@cache
+def _wordlist(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> Wordlist:
     return Wordlist([*entries, *(lines_of(path) if path is not None else ())])
+
+
+def stamp(path: Path | None) -> tuple[int, ...]:
+    """What changes with a file, as a part of the key of a cache: its number, size and time. () without a file."""
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:  # who reads the file says why it cannot be read
+        return ()
+    return () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class RulePreset(FilterBase):

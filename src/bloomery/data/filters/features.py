@@ -232,7 +232,7 @@ class BatchFeatures:
 
     @cached_property
     def words(self) -> Spans:
-        """Minimum number of words, which white space separates."""
+        """The words of all texts, which white space separates."""
         blank = self.bits & SPACE
         edges = np.flatnonzero(blank[1:] != blank[:-1]) + 1
         starts, ends = edges[0::2], edges[1::2]

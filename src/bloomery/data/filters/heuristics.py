@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from bloomery.core import extras
 from bloomery.core.bounds import DiskPath, PositiveLength, Ratio, Share, TextLength
 from bloomery.data.filters import features
-from bloomery.data.filters.base import FilterBase, FilterHit, above, below, lines_of
+from bloomery.data.filters.base import FilterBase, FilterHit, above, below, lines_of, stamp
 from bloomery.data.filters.features import BatchFeatures, FeatureValues, Flags, shares, sums
 
 
@@ -205,7 +205,8 @@ class Urls(FilterBase):
         return self
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
-        hosts, words = _hosts(self.hosts, self.hosts_path), _words(self.words, self.words_path)
+        hosts = _hosts(self.hosts, self.hosts_path, stamp(self.hosts_path))
+        words = _words(self.words, self.words_path, stamp(self.words_path))
         listed: Flags = np.zeros(len(facts), np.bool_)
         word_counts = np.zeros(len(facts), np.int64)
         for index in np.flatnonzero(live).tolist():
@@ -217,13 +218,13 @@ class Urls(FilterBase):
 
 
 @cache
-def _hosts(entries: tuple[str, ...], path: Path | None) -> frozenset[str]:
+def _hosts(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> frozenset[str]:
     named = [*entries, *(lines_of(path) if path is not None else ())]
     return frozenset(host for entry in named if (host := host_of(entry)))
 
 
 @cache
-def _words(entries: tuple[str, ...], path: Path | None) -> frozenset[str]:
+def _words(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> frozenset[str]:
     return frozenset([*(entry.lower() for entry in entries), *(lines_of(path) if path is not None else ())])
 
 

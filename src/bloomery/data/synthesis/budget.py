@@ -13,6 +13,7 @@ price that each request had.
 """
 
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -134,6 +135,7 @@ class Budget:
             line = {**line, SHA256: _sha256(line)}
             self._file.write(json.dumps(line) + "\n")  # in ASCII: an answer may hold half a surrogate pair
             self._file.flush()
+            os.fsync(self._file.fileno())
 
     def _read(self, path: Path) -> None:
         """What earlier attempts left. A last line that a dying process left torn is cut off."""
