@@ -42,8 +42,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
-from bloomery.core.bounds import Between, DiskPath, PositiveLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, DiskPath, PositiveLength
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.extras import for_files, pa, pq
 from bloomery.core.records import AGAIN, Count, read_record

@@ -33,8 +33,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from bloomery.core import child, errors, extras
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
-from bloomery.core.bounds import Between
-from bloomery.core.config import VOLATILE, Config
+from bloomery.core.config import VOLATILE, Between, Config
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.extras import DATA, pa
 from bloomery.core.log import progress

@@ -4,9 +4,8 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.bounds import Between, Bytes, Context, DiskPath, DocumentCount, Seed, Temperature
 from bloomery.core.chat import TEMPERATURE
-from bloomery.core.config import VOLATILE, Config
+from bloomery.core.config import VOLATILE, Between, Bytes, Config, Context, DiskPath, DocumentCount, Seed, Temperature
 from bloomery.core.errors import ConfigError
 from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.hw.host import DeviceChoice

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
-from bloomery.core.config import Config
+from bloomery.core.config import Bytes, Config, DiskPath, Seed, Share
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc
 from bloomery.core.hashing import splitmix64

@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from bloomery.core import extras
-from bloomery.core.bounds import (
+from bloomery.core.chat import TemplateName
+from bloomery.core.config import (
+    VOLATILE,
     Between,
+    Config,
     DiskPath,
     DocumentCount,
     FieldNumber,
@@ -22,9 +25,8 @@ from bloomery.core.bounds import (
     Seed,
     Share,
     TokenCount,
+    repeated,
 )
-from bloomery.core.chat import TemplateName
-from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import DATA
 from bloomery.core.io import canonical, path_problem, sha256_bytes, sha256_file

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.io import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import info

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, DataError
 from bloomery.core.log import info
 from bloomery.core.pipeline import RECIPE, find_manifest

@@ -9,8 +9,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.bounds import is_of_hub
 from bloomery.core.chat import TEMPERATURE
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
 from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
 from bloomery.core.log import info

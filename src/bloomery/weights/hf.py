@@ -29,8 +29,8 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
-from bloomery.core.bounds import Context
 from bloomery.core.chat import TEMPERATURE, sampling_of
+from bloomery.core.config import Context
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath

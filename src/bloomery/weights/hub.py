@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from bloomery.core import cache
-from bloomery.core.bounds import HUB
+from bloomery.core.config import HUB
 from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.log import info
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import run_dir
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info

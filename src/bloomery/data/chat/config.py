@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
-from bloomery.core.config import Config, packaged, repeated
+from bloomery.core.config import Between, Config, DiskPath, DocumentCount, RowBytes, Seed, packaged, repeated
 from bloomery.core.extras import for_files
 from bloomery.data.chat.filters import ChatFilter
 from bloomery.data.chat.formats import ChatFormat, Fields

@@ -20,8 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
-from bloomery.core.bounds import Between, PositiveLength, Share, TextLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, PositiveLength, Share, TextLength
 from bloomery.data import decontamination
 from bloomery.data.chat.messages import Conversation
 from bloomery.data.decontamination import Sought

@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
 from bloomery.core.chat import as_message
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, DiskPath, DocumentCount, RowBytes, Seed
 from bloomery.data.chat import formats, readers
 from bloomery.data.chat.config import ChatFiles, ChatHub
 from bloomery.data.chat.formats import ChatRow, Fields

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from bloomery.core import extras
-from bloomery.core.bounds import DiskPath, PositiveLength, Ratio, Share, TextLength
+from bloomery.core.config import DiskPath, PositiveLength, Ratio, Share, TextLength
 from bloomery.data.filters import features
 from bloomery.data.filters.base import FilterBase, FilterHit, above, below, lines_of
 from bloomery.data.filters.features import BatchFeatures, FeatureValues, Flags, shares, sums

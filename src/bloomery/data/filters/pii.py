@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from bloomery.core.bounds import TextLength
+from bloomery.core.config import TextLength
 from bloomery.data.filters.base import FilterBase, FilterHit, above
 from bloomery.data.filters.features import BatchFeatures, Flags, one_of
 

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from typing_extensions import TypedDict
 
-from bloomery.core.bounds import PositiveLength, Share
-from bloomery.core.config import Config
+from bloomery.core.config import Config, PositiveLength, Share
 from bloomery.core.errors import DataError
 from bloomery.core.records import read_record
 from bloomery.data.quality import scorer

@@ -23,8 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import ftfy
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Between, Bytes, DocumentCount, FieldNumber, RowBytes, Share, TextLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Bytes, Config, DocumentCount, FieldNumber, RowBytes, Share, TextLength
 from bloomery.core.errors import DataError
 from bloomery.data.documents import DocumentRow
 from bloomery.data.readers import bytes as readers_bytes

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from bloomery.core import io as core_io
-from bloomery.core.bounds import Between, DiskPath, Seed
+from bloomery.core.config import Between, DiskPath, Seed
 from bloomery.core.errors import DataError
 from bloomery.data import isolated
 from bloomery.data.readers import bytes as readers_bytes
