@@ -454,14 +454,14 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
         log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
-    from bloomery.core import pipeline, run_dir
+    from bloomery.core import pipeline, records, run_dir
     from bloomery.hw import launcher
     from bloomery.stages import terminal
 
     alone, asked = launcher.num_processes() == 1, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
-        if alone and (root := command.up_to_date()) is not None and asked in (None, *run_dir.current(root)):
+        if alone and (root := command.up_to_date()) is not None and asked in (None, *records.stage_folders(root)):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
@@ -543,11 +543,11 @@ def status(options: argparse.Namespace) -> int:
 
 
 def clean(options: argparse.Namespace) -> int:
-    from bloomery.core import pipeline, run_dir
+    from bloomery.core import pipeline, records, run_dir
     from bloomery.stages import terminal
 
     root: Path = options.run
-    run_dir.current(root)  # of what is no run folder, none is made
+    records.stage_folders(root)  # of what is no run folder, none is made
     with pipeline.locked(root):
         waste, old = run_dir.waste(root), run_dir.expired(root, now=options.now)
         freed = run_dir.delete([*waste, *old] if options.now else old) if options.yes or options.now else 0

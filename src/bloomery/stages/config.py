@@ -32,8 +32,8 @@ from bloomery.core.extras import DATA
 from bloomery.core.io import canonical, path_problem, sha256_bytes, sha256_file
 from bloomery.core.pipeline import Stage, resolve
 from bloomery.data.chat import preferences
-from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.filters import DecontaminateChats as Unexamined
+from bloomery.data.chat.readers import Conversations
 from bloomery.data.decontamination import Sought
 from bloomery.data.documents import LARGEST_SHARE
 from bloomery.data.executor import Parallel

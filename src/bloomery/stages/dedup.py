@@ -14,11 +14,10 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc, pq
 from bloomery.data import documents
-from bloomery.data.counts import Counts
 from bloomery.data.dedup import dedup
 from bloomery.data.dedup.dedup import CLUSTERS, Deduplicator, fitting
 from bloomery.data.dedup.minhash import Corpus, DedupSettings
-from bloomery.data.executor import Part, PartRecord, check_workers, run_parts
+from bloomery.data.executor import Counts, Part, PartRecord, check_workers, run_parts
 from bloomery.hw.host import Host, free_bytes
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup

@@ -23,9 +23,8 @@ from bloomery.core.extras import pa, pq
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
 from bloomery.data import executor
-from bloomery.data.counts import Counts
 from bloomery.data.documents import DocumentRow, Rolling
-from bloomery.data.executor import Part, PartRecord
+from bloomery.data.executor import Counts, Part, PartRecord
 from bloomery.data.readers import read
 from bloomery.data.readers.bytes import ByteSpan
 from bloomery.data.readers.read import SourceChunk

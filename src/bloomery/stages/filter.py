@@ -9,8 +9,7 @@ from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
-from bloomery.data.counts import Counts, ranked
-from bloomery.data.executor import Part, check_workers, run_parts
+from bloomery.data.executor import Counts, Part, check_workers, ranked, run_parts
 from bloomery.data.filters.apply import DocumentColumns, Verdicts, judge
 from bloomery.data.quality import thresholds
 from bloomery.data.quality.thresholds import Thresholds, ThresholdStats

@@ -25,15 +25,15 @@ from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import info, progress
 from bloomery.core.pipeline import resolve
 from bloomery.data.chat import filters, readers
-from bloomery.data.chat.config import SYNTHESIZE, ChatFiles
 from bloomery.data.chat.filters import ChatFilter, DecontaminateChats, DroppedConversation
-from bloomery.data.chat.messages import Conversation, RejectedRow
-from bloomery.data.counts import Counts
+from bloomery.data.chat.formats import Conversation, RejectedRow
+from bloomery.data.chat.readers import SYNTHESIZE, ChatFiles
 from bloomery.data.documents import is_held_out
+from bloomery.data.executor import Counts
 from bloomery.data.readers.bytes import ReadError
 from bloomery.evaluation import charts
 from bloomery.evaluation.report import page
-from bloomery.shards import format, packing
+from bloomery.shards import build, format
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct, start_digest
 from bloomery.tokenizer.chat_template import TEMPLATES, ChatRenderer, Rendered, Renderer, special_tokens
@@ -404,7 +404,7 @@ def write_rows(
     sequence_length: int,
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
-    packed = packing.write(
+    packed = build.write_packed(
         out / f"{split}-00000",
         [[talk] for talk in talks],
         tokenizer=renderer.tokenizer,

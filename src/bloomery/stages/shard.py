@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.core.log import info
-from bloomery.core.pipeline import read_manifest
+from bloomery.core.records import read_manifest
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import CUT, LARGEST_SHARE
 from bloomery.data.executor import RECORDS, Part, check_workers, run_parts

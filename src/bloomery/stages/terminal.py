@@ -27,8 +27,8 @@ from bloomery.core import log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
-from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
-from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
+from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
+from bloomery.core.records import MAX_MANIFEST_BYTES, RECIPE, find_manifest, read_record
 from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, memory_bytes

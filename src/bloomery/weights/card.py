@@ -17,9 +17,9 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, DataError
 from bloomery.core.log import info
-from bloomery.core.pipeline import RECIPE, find_manifest
-from bloomery.core.records import read_record
-from bloomery.weights import gguf, hub, peft
+from bloomery.core.records import RECIPE, find_manifest, read_record
+from bloomery.weights import gguf, locate, peft
+from bloomery.weights.opened import GGUF_SUFFIX, is_adapter
 
 CARD = "README.md"
 DATA_CARD, REPORT = "data_card.md", "report.json"
@@ -58,7 +58,7 @@ def provenance(folder: Path, license: str | None = None) -> Provenance:
     stage = next((path for path in folder.resolve().parents if STAGE.fullmatch(path.name)), None)
     run = stage.parent if stage is not None and (stage.parent / RECIPE).is_file() else None
     base = _base(stage) if run is not None and stage is not None else folder
-    if run is None and peft.is_adapter(folder):
+    if run is None and is_adapter(folder):
         base = (folder / Path(peft.read(folder).base).expanduser()).resolve()
     known = license or (None if base is None else license_of(base))
     report = _report(run, stage) if run is not None and stage is not None else {}
@@ -88,7 +88,7 @@ def _trained(stage: Path) -> Path | None:
 
 def _named(base: Path) -> str:
     if is_of_hub(base):
-        return hub.parsed(str(base)).repository
+        return locate.parsed(str(base)).repository
     cached = next((match for name in base.parts if (match := IN_CACHE.fullmatch(name))), None)
     return f"{cached[1]}/{cached[2]}" if cached else base.name
 
@@ -96,12 +96,12 @@ def _named(base: Path) -> str:
 def license_of(base: Path) -> str | None:
     """The license that the files of a model state: its card, or a GGUF file. None where they state none."""
     if is_of_hub(base):
-        parsed = hub.parsed(str(base))
+        parsed = locate.parsed(str(base))
         name = parsed.file or CARD
         cached = try_to_load_from_cache(parsed.repository, name, revision=parsed.revision)
         return license_of(Path(cached)) if isinstance(cached, str) else None
     base = base.expanduser()
-    if base.suffix == gguf.SUFFIX:
+    if base.suffix == GGUF_SUFFIX:
         return gguf.read(base).license if base.is_file() else None
     file = base / CARD if base.is_dir() else base
     if not file.is_file() or file.name != CARD or file.stat().st_size > MAX_BYTES:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from bloomery.core.config import Between, Config, PositiveLength, Share, TextLength
 from bloomery.data import decontamination
-from bloomery.data.chat.messages import Conversation
+from bloomery.data.chat.formats import Conversation
 from bloomery.data.decontamination import Sought
 from bloomery.data.dedup import hashing
 

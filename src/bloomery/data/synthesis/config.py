@@ -36,7 +36,7 @@ from bloomery.core.config import (
     repeated,
 )
 from bloomery.core.extras import DATA
-from bloomery.data.chat.messages import not_text
+from bloomery.data.chat.formats import not_text
 
 SLOT = re.compile(r"\{(\w+)\}")
 
