@@ -1,8 +1,7 @@
 """
 The folder of a run: which stage outputs are current, what is unneeded, and its removal.
 
-A run is a folder. It holds the output folder of each stage, the recipe that made them, and the list of current
-outputs.
+A run is a folder. It holds the output folder of each stage, the recipe that made them, and the list of current outputs.
 
     runs/demo/
       recipe.toml            the resolved recipe of the last run

@@ -43,12 +43,7 @@ from bloomery.hw.launcher import check_processes, cores
 
 
 def run(
-    address: str | None,
-    workers: int | None,
-    work: Callable[..., Any],
-    config: Any,
-    parts: Sequence[Any],
-    out: Path,
+    address: str | None, workers: int | None, work: Callable[..., Any], config: Any, parts: Sequence[Any], out: Path
 ) -> Iterator[tuple[Any, Any]]:
     """
     Parts with their records, in order of completion.
@@ -156,14 +151,7 @@ Work = Callable[[Any, Part, Path], PartRecord]
 
 
 def run_parts(
-    engine: ExecutorConfig,
-    work: Work,
-    config: Any,
-    parts: Sequence[Part],
-    out: Path,
-    *,
-    what: str,
-    unit: str = "parts",
+    engine: ExecutorConfig, work: Work, config: Any, parts: Sequence[Part], out: Path, *, what: str, unit: str = "parts"
 ) -> list[PartRecord]:
     """
     Do the parts that are not done yet; returns the records of all of them, in the order of `parts`.

@@ -4,11 +4,9 @@ Numbers, tables, heat maps and charts as HTML and inline SVG, with the style she
 A page uses no scripts and no library, and loads nothing.
 
 All text goes through `tag`, which escapes everything that is not already `Html`. Charts have no fixed size. Their
-layout uses shares of the available width. So letters stay as large as the text around them, on a phone and on
-paper.
+layout uses shares of the available width. So letters stay as large as the text around them, on a phone and on paper.
 
-The helpers for report sections read any value of the data, however odd. A missing value is None, and appears as a
-dash.
+The helpers for report sections read any value of the data, however odd. A missing value is None, and appears as a dash.
 
 A heat map shows a table of numbers by rows and columns. Larger numbers are stronger, in steps of equal ratio.
 

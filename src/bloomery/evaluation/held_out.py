@@ -5,14 +5,12 @@ Text: bits per byte, compared with two compressors on the same bytes.
 
     bits per byte = Σ −log₂ p(token | what came before in its document) / bytes of the documents
 
-The number does not depend on the tokenizer. The compressors see all documents of a domain as one stream, and learn
-only from that stream. The model has its training behind it, so the model should win. The margin shows how much it
-learned.
+The number does not depend on the tokenizer. The compressors see all documents of a domain as one stream, and learn only
+from that stream. The model has its training behind it, so the model should win. The margin shows how much it learned.
 
 Conversations: the log-likelihood of the assistant's messages, and whether the model's own answers end. Both are
 measured before and after finetuning, on the sequences that the stage `instruct` set aside for validation. The model
-sees the text before an answer exactly as it was rendered for training. So an answer is the part inside the loss
-mask.
+sees the text before an answer exactly as it was rendered for training. So an answer is the part inside the loss mask.
 
 Questions: the model answers greedily, and an answer counts as right if it equals the expected answer.
 """

@@ -10,14 +10,12 @@ The shuffle needs no memory: the position of a document is a hash of seed, strea
 
     key(document, epoch) = splitmix64(first 64 bits of sha256(id) xor 64 bits of sha256("seed stream epoch"))
 
-Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are
-found in two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the
-output.
+Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are found in
+two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the output.
 
-Each shard takes its documents from all runs, in the order of their keys, a piece of memory at a time. One kind of
-task sorts what a stream takes of one run. A second kind writes one shard. A third kind writes one file of
-validation documents. Each is a part of its own for the executor, and none depends on anything that the machine
-decides.
+Each shard takes its documents from all runs, in the order of their keys, a piece of memory at a time. One kind of task
+sorts what a stream takes of one run. A second kind writes one shard. A third kind writes one file of validation
+documents. Each is a part of its own for the executor, and none depends on anything that the machine decides.
 
 Conversations are packed into sequences of one length, the longest first, so that little is padding (`write_packed`).
 

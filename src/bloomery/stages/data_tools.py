@@ -106,10 +106,7 @@ TOOLS = {
     "filter": Tool("filter", (READ, _on_inputs("filter", "fetch"))),
     "dedup": Tool("dedup", (READ, _on_inputs("dedup", "fetch"))),
     "decontaminate": Tool("decontaminate", (READ, DECONTAMINATE)),
-    "tokenize": Tool(
-        "shard",
-        (READ, _on_inputs("tokenizer", "fetch"), _on_inputs("shard", "fetch", "tokenizer")),
-    ),
+    "tokenize": Tool("shard", (READ, _on_inputs("tokenizer", "fetch"), _on_inputs("shard", "fetch", "tokenizer"))),
 }
 
 

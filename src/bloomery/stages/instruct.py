@@ -211,12 +211,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     rows = {
         split: write_rows(out, split, some, renderer, config.sequence_length) for split, some in sorter.kept.items()
     }
-    stats = {
-        **sorter.counts(),
-        "template": renderer.hash,
-        "tokenizer": renderer.tokenizer.hash,
-        **rows,
-    }
+    stats = {**sorter.counts(), "template": renderer.hash, "tokenizer": renderer.tokenizer.hash, **rows}
     page = write(out, stats, sorter.kept, renderer, config)
     info(summary(stats, page))
     return stats

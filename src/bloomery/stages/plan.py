@@ -627,10 +627,7 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
                 tag("div", *(_device(plan, *at) for at in devices), class_="cards"),
             ],
         ),
-        "tensors": (
-            "Tensors",
-            [charts.table(("tensor", "shape", "on a device", "placement", "bytes"), tensors)],
-        ),
+        "tensors": ("Tensors", [charts.table(("tensor", "shape", "on a device", "placement", "bytes"), tensors)]),
     }
     contents = [tag("li", tag("a", title, href=f"#{anchor}")) for anchor, (title, _) in sections.items()]
     head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')

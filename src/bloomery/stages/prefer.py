@@ -51,14 +51,7 @@ from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
-from bloomery.train.preference.losses import (
-    CHOSEN,
-    REJECTED,
-    GRPOLoss,
-    PairTable,
-    PreferenceLoss,
-    reference_of,
-)
+from bloomery.train.preference.losses import CHOSEN, REJECTED, GRPOLoss, PairTable, PreferenceLoss, reference_of
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
@@ -465,10 +458,7 @@ def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World)
 def _common(config: Prefer, start: Loaded, base: str, out: Path, world: World) -> dict[str, Any]:
     """What runs of both kinds have. `base` is the content hash of what the model was made by."""
     lineage = Lineage(
-        tokenizer=start.tokenizer.hash,
-        template=start.renderer.hash,
-        shards=str(prepared(out)["hash"]),
-        base=base,
+        tokenizer=start.tokenizer.hash, template=start.renderer.hash, shards=str(prepared(out)["hash"]), base=base
     )
     model_saver: ModelSaver = FullModelSaver(start.model, start.language, lineage)
     if config.lora is not None:

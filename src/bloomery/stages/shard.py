@@ -111,10 +111,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         )
     budget = worker_bytes(config)
     encoding = Encoding(
-        tokenizer=inputs["tokenizer"],
-        val_fraction=config.val_fraction,
-        seed=config.seed,
-        run_bytes=budget // 4,
+        tokenizer=inputs["tokenizer"], val_fraction=config.val_fraction, seed=config.seed, run_bytes=budget // 4
     )
     files = data_documents.parts(data_documents.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]

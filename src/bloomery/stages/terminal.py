@@ -88,9 +88,7 @@ def machine(host: Host) -> str:
 
 
 def expected(due: Sequence[StagePlan]) -> float:
-    """
-    Seconds that stages took when they ran last with other settings, scaled by their steps; 0 where one never ran.
-    """
+    """Seconds that stages took when they ran last with other settings, scaled by their steps; 0 where one never ran."""
     total = 0.0
     for plan in due:
         if plan.config.is_idle():

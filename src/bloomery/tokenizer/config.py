@@ -1,6 +1,4 @@
-"""
-The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import.
-"""
+"""The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal

@@ -69,14 +69,7 @@ from bloomery.weights.opened import (
 )
 from bloomery.weights.opened import CONFIG as CONFIG
 from bloomery.weights.opened import LoadFormat as LoadFormat
-from bloomery.weights.safetensors import (
-    INDEX,
-    SHARD_BYTES,
-    Tensors,
-    is_pickled,
-    rounded,
-    save_sharded,
-)
+from bloomery.weights.safetensors import INDEX, SHARD_BYTES, Tensors, is_pickled, rounded, save_sharded
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 

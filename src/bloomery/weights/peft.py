@@ -4,10 +4,9 @@ Read and write LoRA adapters in the format of PEFT, apart from their base model.
     adapter_config.json           rank, alpha, which matrices, and where the base lies
     adapter_model.safetensors     A and B of each matrix, under transformers' names
 
-Transformers keeps several of our matrices as one (c_attn of GPT-2), and so does PEFT. Then the A matrices of the
-parts lie below each other, and B has the parts along its diagonal. PEFT has no base in int8 or NF4 of ours. An
-adapter that was trained on such a base says so in bloomery.json. It is merged into the weights that the base
-computed with.
+Transformers keeps several of our matrices as one (c_attn of GPT-2), and so does PEFT. Then the A matrices of the parts
+lie below each other, and B has the parts along its diagonal. PEFT has no base in int8 or NF4 of ours. An adapter that
+was trained on such a base says so in bloomery.json. It is merged into the weights that the base computed with.
 """
 
 import math

@@ -119,10 +119,7 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "starcoder": (Code(min_comments=0.01, max_comments=0.8),),
     # The hard filter of 1386.ai's corpus, without its limit on letters outside ASCII, and with it
     "seed-1386": (Length(min_characters=100, min_words=20), Characters(max_non_letters=1.0)),
-    "seed-1386-ascii": (
-        Length(min_characters=100, min_words=20),
-        Characters(max_non_letters=1.0, min_ascii=0.8),
-    ),
+    "seed-1386-ascii": (Length(min_characters=100, min_words=20), Characters(max_non_letters=1.0, min_ascii=0.8)),
 }
 
 

@@ -1,9 +1,8 @@
 """
 Sources of documents: folders, tables, crawls, remote files, the standard library, toy worlds.
 
-A source lists its pieces and gives the complete documents of each. Their order depends on nothing but their names
-and the config. Data that cannot become a document also comes out, as a rejected row. Nothing is lost without a
-trace.
+A source lists its pieces and gives the complete documents of each. Their order depends on nothing but their names and
+the config. Data that cannot become a document also comes out, as a rejected row. Nothing is lost without a trace.
 
 Sources on the Hugging Face hub and on the web are in data/sources/remote.py.
 """
