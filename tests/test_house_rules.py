@@ -31,14 +31,16 @@ TYPES_FROM_THE_RIGHT = {"checks.py": "bloomery.recipe.Recipe"}
 IMPORTS_WHEN_CALLED = (
     "cli.py",
     "api.py",
+    "hw/device.py",
+    "hw/kernel_trials.py",
     "serve/chat_model.py",
     "weights/hf.py",
     "weights/locate.py",
     "weights/opened.py",
 )
 """
-Whose functions import what they need, so that `--help` and `import bloomery` start at once, and a model in one format
-is read without the modules of the others.
+Whose functions import what they need: `--help` and `import bloomery` start at once, and a model in one format
+is read, and a model computes, without what only others need.
 """
 TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
 BROAD_EXCEPT_ALLOWED = (
@@ -75,7 +77,6 @@ READS_JSON = {
 VENDOR_ATTRIBUTES = {"cuda", "mps", "xpu", "hip", "is_cuda", "nccl"}
 VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", re.IGNORECASE | re.DOTALL)
 SMALL_AND_ALONE = {
-    "evaluation/config.py": "the section of a recipe, which every package has in its config.py",
     "hw/io_speed.py": "a program of its own, which a child process runs",
 }
 """Modules under 100 lines that only one other imports, and why they are not a part of that one."""

@@ -61,7 +61,7 @@ print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name],
 MOST = {
     "gradients of a batch and an update": (GRADIENTS, 41),
     "the trainer, and a step": (TRAINER, 41),
-    "a recipe": (RECIPE, 58),
+    "a recipe": (RECIPE, 56),
     "a chat": (CHAT, 42),
 }
 """What is done -> a program that does it, and how many modules it may load."""

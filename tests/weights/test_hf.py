@@ -16,10 +16,10 @@ from bloomery import cli
 from bloomery.core.chat import TEMPERATURE, Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
 from bloomery.core.io import MANIFEST
-from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.stages.config import Evaluate
 from bloomery.tokenizer import importers
 from bloomery.tokenizer import train as tokenizer_train
 from bloomery.tokenizer.chat_template import Renderer, Template

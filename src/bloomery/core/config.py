@@ -81,7 +81,6 @@ HUB = "hub:"
 
 
 def is_of_hub(path: Path) -> bool:
-    """Whether a path names a model of a hub."""
     return str(path).startswith(HUB)
 
 
@@ -328,7 +327,6 @@ def _sentence(message: str) -> str:
 
 
 def _texts(node: Any) -> Iterator[str]:
-    """Every text and key of TOML data."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, list | tuple | Mapping):
@@ -519,7 +517,6 @@ def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
 
 
 def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """A config and every value inside it, with its key."""
     yield key, value
     if isinstance(value, BaseModel):
         for name, inner in value:
@@ -530,12 +527,10 @@ def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def paths(config: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path inside a config, with its key."""
     return ((name, value) for name, value in _values(config, key) if isinstance(value, Path))
 
 
 def nested(config: Any) -> Iterator["Config"]:
-    """A config and every config inside it."""
     return (value for _, value in _values(config, "") if isinstance(value, Config))
 
 

@@ -319,7 +319,6 @@ def story(*, verbose: bool = False) -> Iterator[None]:
 
 
 def details() -> bool:
-    """Whether details are shown."""
     return os.environ.get(DETAILS) != "hidden"
 
 

@@ -156,7 +156,6 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def as_json(state: RunState) -> dict[str, Any]:
-    """The same as JSON data."""
     rows = [{**asdict(stage), "folder": str(stage.folder)} for stage in state.stages]
     return {"run": str(state.root), "done": state.done, "pid": state.pid, "running": state.running, "stages": rows}
 

@@ -373,7 +373,6 @@ class Counts:
             self.add(group, numbers)
 
     def total(self) -> Counter[str]:
-        """The sums over all groups."""
         whole: Counter[str] = Counter()
         for numbers in self._groups.values():
             whole.update(numbers)

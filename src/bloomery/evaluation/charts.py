@@ -141,7 +141,6 @@ class Bar:
 
 
 def bar(row: Bar, top: float, grid: Sequence[float] = ()) -> Html:
-    """One bar alone, from 0 to `top`."""
     lines = [tag("line", class_="grid", x1=_share(at, top), x2=_share(at, top), y1="0", y2="100%") for at in grid]
     fill = mark = None
     if row.value is not None:

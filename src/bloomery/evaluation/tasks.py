@@ -681,7 +681,6 @@ def drawn(name: str, files: TaskFiles, limit: int | None, seed: int) -> tuple[li
 
 
 def files_of(files: TaskFiles) -> list[Path]:
-    """The files of the parts that are there."""
     return [find(_called(name), files.paths, SPLITS, what=name) for name in present(files)[0]]
 
 

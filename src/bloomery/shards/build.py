@@ -115,7 +115,6 @@ def cuts(passes: Callable[[], Iterator[tuple[SortKeys, NDArray[Any]]]], targets:
 
 
 def save(path: Path, table: NDArray[Any]) -> None:
-    """Write an index as an .npy file."""
     with whole_file(path) as file:
         np.save(file, table, allow_pickle=False)
 
@@ -293,7 +292,6 @@ class _Run:
         self.bytes += tokens.nbytes
 
     def write(self, path: Path) -> list[Segment]:
-        """Write PATH.bin and PATH.npy."""
         index = np.concatenate([np.zeros(0, INDEX), *self._index])
         groups = sorted(set(self._groups))
         numbers = {group: number for number, group in enumerate(groups)}

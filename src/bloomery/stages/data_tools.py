@@ -162,7 +162,6 @@ def _read_result(path: Path) -> SavedToolResult:
 
 
 def _without_outputs(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is to tell of a result."""
     return {name: value for name, value in result.items() if name != "outputs"}
 
 
@@ -296,7 +295,6 @@ def _delivered(asked: DataCommand, plans: Sequence[StagePlan], out: Path, second
 
 
 def _outputs(out: Path) -> list[str]:
-    """The names of all files that a tool hands over."""
     handed_over = [out / name for name in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE) if (out / name).exists()]
     paths = (path for top in handed_over for path in ([top] if top.is_file() else sorted(top.rglob("*"))))
     return [path.relative_to(out).as_posix() for path in paths if path.is_file()]

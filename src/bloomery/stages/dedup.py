@@ -203,7 +203,6 @@ def _tally(by_domain: Counts, batch: "pa.RecordBatch", by_folder: Mapping[str, A
 
 
 def _told(records: list[PartRecord]) -> dict[str, Any]:
-    """The counts of all parts together."""
     by_domain, reasons = Counts(*COUNTED), Counter(exact=0, near=0)
     for record in records:
         reasons.update(record["reasons"])

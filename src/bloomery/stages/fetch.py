@@ -160,11 +160,9 @@ class _Taken:
     """Whether a limit is reached."""
 
     def count(self, key: str) -> int:
-        """Sum of a number over all parts."""
         return sum(record[key] for record in self.records)
 
     def tally(self, key: str) -> dict[str, int]:
-        """Sums of counts by name over all parts."""
         return _most(sum((Counter(record[key]) for record in self.records), Counter()))
 
     @cached_property
@@ -173,7 +171,6 @@ class _Taken:
 
     @property
     def todo(self) -> list[Part]:
-        """The parts of this round."""
         return self.parts[len(self.records) :]
 
     def wants_more(self) -> bool:

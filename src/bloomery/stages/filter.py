@@ -170,7 +170,6 @@ def _limit(
 
 
 def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of all parts together."""
     tallies, cuts = _tallies(), ThresholdStats()
     for record in records:
         cuts.add(record["scores"])

@@ -361,7 +361,6 @@ def gone(name: str, reasons: Counter[str], file: Path) -> str:
 
 
 def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
-    """A line of JSON."""
     text = json.dumps(line, ensure_ascii=False, default=str)
     # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
     file.write(text.encode("utf-8", "backslashreplace").decode() + "\n")

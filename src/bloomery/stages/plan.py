@@ -541,7 +541,6 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
 
 
 def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
-    """As JSON data."""
     return {"recipe": recipe, "fits": plan.fits, "runs": False, "why_not": NOT_TRAINED, "finetune": plan.facts()}
 
 

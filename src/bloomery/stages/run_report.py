@@ -222,7 +222,6 @@ def _source(config: Mapping[str, Any], counts: Mapping[str, Any]) -> dict[str, A
 
 
 def markdown(card: Mapping[str, Any]) -> str:
-    """The card for people."""
     lines = [f"# Data of {card['run']}", "", "## Sources", ""]
     header = ("source", "domain", "license", "documents", "bytes", "rejected")
     rows = [

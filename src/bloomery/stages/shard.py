@@ -155,7 +155,6 @@ def external_inputs(config: Shard) -> str:
 
 
 def worker_bytes(config: Shard) -> int:
-    """Memory for the data of one worker."""
     return config.memory_bytes // (config.engine.workers or cores())
 
 

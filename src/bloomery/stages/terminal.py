@@ -335,7 +335,6 @@ def status_text(states: Sequence[RunState], *, each: bool) -> Text:
 
 
 def run_line(state: RunState) -> tuple[str, str, str]:
-    """A run on a line."""
     kind = "damaged" if state.damaged else "done" if state.done else "runs" if state.pid else "begun"
     return *MARKS[kind], f"{state.root}: {summary(state)}"
 

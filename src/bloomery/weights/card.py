@@ -115,7 +115,6 @@ def license_of(base: Path) -> str | None:
 
 
 def _report(run: Path, stage: Path) -> dict[str, Any]:
-    """The newest report of an evaluation of this stage's model."""
     for folder in sorted(run.glob("[0-9][0-9]-evaluate-*"), key=lambda path: path.stat().st_mtime, reverse=True):
         if _trained(folder) == stage and (folder / REPORT).is_file():
             return read_record(folder / REPORT, dict[str, Any], error=CheckpointError, fix="Evaluate the run again.")
@@ -192,7 +191,6 @@ def _training(stage: Path | None) -> dict[str, str]:
 
 
 def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, str]]:
-    """Task, score, value and its 95 % interval."""
     for task, stats in (report.get("tasks") or {}).items():
         for metric, score in stats["scores"].items():
             yield task, metric, score["value"], f"{score['low']:.4g} to {score['high']:.4g}"

@@ -149,7 +149,6 @@ def _words(loaded: Loaded, license: str | None) -> GGUFWords:
 
 
 def _write_card(loaded: Loaded, folder: Path, architecture: str, number_format: str, source: Provenance) -> None:
-    """The model card of a folder."""
     config, lineage = loaded.model.config, loaded.lineage
     rows = {
         "architecture": architecture,

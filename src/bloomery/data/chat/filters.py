@@ -36,7 +36,6 @@ OTHER_MODELS = (
 
 
 def _any(*phrases: str) -> str:
-    """One of several expressions."""
     return f"(?:{'|'.join(phrases)})"
 
 
@@ -163,7 +162,6 @@ Test = Callable[[Sequence[Conversation]], list[ChatFilterHit | None]]
 
 
 def said_by(conversation: Conversation, role: str) -> list[str]:
-    """What one role says, message after message."""
     return [message["content"] for message in conversation.messages if message["role"] == role]
 
 

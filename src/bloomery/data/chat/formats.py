@@ -46,7 +46,6 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """The contents of all messages, in order."""
         return "\n".join(message["content"] for message in self.messages)
 
 

@@ -418,7 +418,6 @@ class Deduplicator:
 
 
 def _batched(rows: Iterator[tuple[Any, ...]], schema: "pa.Schema") -> "Iterator[pa.RecordBatch]":
-    """Rows as Arrow batches."""
     waiting: list[tuple[Any, ...]] = []
     for row in rows:
         waiting.append(row)

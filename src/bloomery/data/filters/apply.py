@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bloomery.data.documents import spans_by_size
-from bloomery.data.filters.base import Drops, FilterBase, Masks, RulePreset
-from bloomery.data.filters.features import BatchFeatures, Flags
+from bloomery.data.filters.features import BatchFeatures, Drops, FilterBase, Flags, Masks, RulePreset
 from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Pii, Urls
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 

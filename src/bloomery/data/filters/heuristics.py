@@ -29,8 +29,19 @@ from pydantic import Field, model_validator
 from bloomery.core import extras
 from bloomery.core.config import DiskPath, PositiveLength, Ratio, Share, TextLength
 from bloomery.data.filters import features
-from bloomery.data.filters.base import FilterBase, FilterHit, above, below, lines_of
-from bloomery.data.filters.features import BatchFeatures, FeatureValues, Flags, one_of, shares, sums
+from bloomery.data.filters.features import (
+    BatchFeatures,
+    FeatureValues,
+    FilterBase,
+    FilterHit,
+    Flags,
+    above,
+    below,
+    lines_of,
+    one_of,
+    shares,
+    sums,
+)
 
 
 class Length(FilterBase):

@@ -269,7 +269,6 @@ class AtHub(Reach):
 
     @property
     def repository(self) -> Repository:
-        """The data set that the settings name."""
         return Repository(self.dataset, self.revision, self.endpoint, self.mirrors, self.offline, self.attempts)
 
 

@@ -392,7 +392,6 @@ def _sha256(line: Mapping[str, Any]) -> str:
 
 
 def _cost(tokens: TokenCounts, price: DollarAmounts) -> float:
-    """Dollars."""
     return sum(count * dollars for count, dollars in zip(tokens, price, strict=True)) / 1e6
 
 
