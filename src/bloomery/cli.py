@@ -30,6 +30,7 @@ from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from bloomery.core.pipeline import RunCommand
+    from bloomery.stages.terminal import Asks
 
 TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
@@ -609,10 +610,9 @@ def data(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    from bloomery.core.log import info
+    from bloomery.core.log import info, print_pieces
     from bloomery.hw import device
     from bloomery.serve.chat_model import answerer_of
-    from bloomery.stages.terminal import Asks, TerminalChat, print_pieces
     from bloomery.weights import hf
     from bloomery.weights.locate import locate_model
 
@@ -620,7 +620,7 @@ def chat(options: argparse.Namespace) -> int:
         where = device.find().torch_device
         return hf.load(locate_model(name), where, dtype=options.dtype, template=options.template)
 
-    def load(name: Path) -> Asks:
+    def load(name: Path) -> "Asks":
         loaded = read(name)
         loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
         model = answerer_of(str(name), loaded)
@@ -644,6 +644,8 @@ def chat(options: argparse.Namespace) -> int:
             deque(print_pieces(ask([{"role": "user", "content": prompt}], sampling).texts), maxlen=0)
         return 0
     info(f"{options.model}. /help lists commands; Ctrl-D or /exit ends.")
+    from bloomery.stages.terminal import TerminalChat
+
     TerminalChat(ask, load, sampling).run()
     return 0
 

@@ -513,11 +513,7 @@ class Attention(nn.Module):
             _full_bias(mask, dtype)
 
     def attend(
-        self,
-        q: Float[Tensor, "B H T E"],
-        k: Float[Tensor, "B K S E"],
-        v: Float[Tensor, "B K S E"],
-        mask: AttentionMask,
+        self, q: Float[Tensor, "B H T E"], k: Float[Tensor, "B K S E"], v: Float[Tensor, "B K S E"], mask: AttentionMask
     ) -> Float[Tensor, "B N T F"]:
         """What each head, or pair of heads, found: N·F = H·E numbers a token."""
         return fused_attention(q, k, v, mask)
@@ -572,11 +568,7 @@ class DifferentialAttention(Attention):
         return 2 * self.head_dim
 
     def attend(
-        self,
-        q: Float[Tensor, "B H T E"],
-        k: Float[Tensor, "B K S E"],
-        v: Float[Tensor, "B K S E"],
-        mask: AttentionMask,
+        self, q: Float[Tensor, "B H T E"], k: Float[Tensor, "B K S E"], v: Float[Tensor, "B K S E"], mask: AttentionMask
     ) -> Float[Tensor, "B N T F"]:
         shared = v.reshape(len(v), -1, 2, *v.shape[2:]).transpose(2, 3).flatten(3)  # (B, K/2, S, 2E)
         y = fused_attention(q, k, shared.repeat_interleave(2, dim=1), mask)  # (B, H, T, 2E)

@@ -536,7 +536,7 @@ class TerminalChat:
                 what = "message does" if answer.dropped == 1 else "messages do"
                 log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
             self._dropped = answer.dropped
-            for piece in print_pieces(answer.texts):
+            for piece in log.print_pieces(answer.texts):
                 said.append(piece)
         except KeyboardInterrupt:
             print(" (stopped)")
@@ -635,11 +635,3 @@ def read_message(lines: list[str]) -> str | None:
     except EOFError:
         return "\n".join(lines) if lines else None
     return "\n".join([*lines, line])
-
-
-def print_pieces(texts: Iterator[str]) -> Iterator[str]:
-    """Print an answer as it is made, and hand on its pieces."""
-    for text in texts:
-        print(text, end="", flush=True)
-        yield text
-    print()

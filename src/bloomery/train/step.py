@@ -32,13 +32,7 @@ from bloomery.train.loss import token_losses
 from bloomery.train.metrics import Norms
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.state import (
-    Hooks,
-    PhaseTimer,
-    SkippedStep,
-    SpikeGuard,
-    State,
-)
+from bloomery.train.state import Hooks, PhaseTimer, SkippedStep, SpikeGuard, State
 
 import torch
 from torch import Tensor, nn

@@ -37,15 +37,7 @@ from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
-from bloomery.train.state import (
-    Failure,
-    Hook,
-    Hooks,
-    PhaseTimer,
-    SpikeGuard,
-    State,
-    forget,
-)
+from bloomery.train.state import Failure, Hook, Hooks, PhaseTimer, SpikeGuard, State, forget
 from bloomery.train.step import CausalLMLoss, LossFunction, Trainer
 from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
 from bloomery.weights.checkpoint import RetentionPolicy, Saver
