@@ -182,16 +182,13 @@ def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reasons": ranked(reasons.total()),
         "masked": ranked(masked.total()),
         "by_domain": {
-            domain: numbers | {"pass_rate": _pass_rate(numbers)} for domain, numbers in documents.to_json().items()
+            domain: numbers | {"pass_rate": round(numbers["kept"] / numbers["documents"], 4)}
+            for domain, numbers in documents.to_json().items()
         },
         "reasons_by_domain": reasons.to_json(by_number=True),
         "masked_by_domain": masked.to_json(by_number=True),
         "scores": cuts.record(),
     }
-
-
-def _pass_rate(counts: Mapping[str, int]) -> float:
-    return round(counts["kept"] / counts["documents"], 4)
 
 
 def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:

@@ -62,13 +62,8 @@ class RejectedRow:
     @property
     def record(self) -> dict[str, Any]:
         """Its line in rejected.jsonl."""
-        facts = {
-            "source": self.source,
-            "place": self.location,
-            "reason": self.problem.reason,
-            "what": self.problem.what,
-        }
-        return {**facts, "row": self.row}
+        problem = {"reason": self.problem.reason, "what": self.problem.what}
+        return {"source": self.source, "place": self.location, **problem, "row": self.row}
 
 
 def not_text(content: str, whose: str = "") -> ReadError | None:
