@@ -22,7 +22,8 @@ from typing import Any
 import stand_in
 
 from bloomery.core.io import read_json
-from bloomery.core.pipeline import CURRENT, machine, read_manifest, versions
+from bloomery.core.pipeline import machine, versions
+from bloomery.core.records import CURRENT, read_manifest
 
 TALKS = {"instruct": "alpaca", "multiturn_en": "sharegpt", "multiturn_zh": "sharegpt"}
 TASKS = (

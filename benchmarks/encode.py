@@ -37,7 +37,7 @@ from bloomery.tokenizer import train as tokenizer_train
 from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.fast_encode import Encoder
 from bloomery.tokenizer.tokenizer import FILE
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 3
@@ -75,7 +75,7 @@ def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> di
     sample = texts[:: max(1, len(texts) // 6000)]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     if options.kind == "byte_bpe":
-        tokenizer = train(sample, vocab_size)
+        tokenizer = train_byte_level(sample, vocab_size)
     else:
         tokenizer = tokenizer_train.train_sentencepiece(sample, SentencePiece(vocab_size=vocab_size))
     began = time.process_time()

@@ -24,9 +24,9 @@ from typing import Any
 
 from bloomery.core.config import build
 from bloomery.core.pipeline import machine, versions
+from bloomery.model.attention import AttentionMask
 from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.kernels import cpu
-from bloomery.model.mask import AttentionMask
 from bloomery.train.config import AdamW, Muon, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.loss import chunks_of

@@ -29,11 +29,10 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection, probes
 from bloomery.hw.device import Device, listed_peak, measured_peak
 from bloomery.model import lora as model_lora
-from bloomery.model.attention import fused_attention
+from bloomery.model.attention import AttentionMask, fused_attention
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
 from bloomery.model.kernels import triton
 from bloomery.model.kernels.trials import _dense, _plain_loss, _tiled, _torchs
-from bloomery.model.mask import AttentionMask
 from bloomery.model.quantize import NF4, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch

@@ -35,7 +35,8 @@ from demo import commit
 
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import METRICS, VARYING, read_metrics
-from bloomery.core.pipeline import machine, read_manifest, versions
+from bloomery.core.pipeline import machine, versions
+from bloomery.core.records import read_manifest
 
 MARK = "BLOOMERY_KILL_RUNS"
 INSIDE = "BLOOMERY_KILL_RUNS_NAMESPACE"

@@ -25,7 +25,8 @@ from typing import Any
 from demo import commit
 from stand_in import ROOT, setting, shared, toxicity
 
-from bloomery.core.pipeline import machine, read_manifest, versions
+from bloomery.core.pipeline import machine, versions
+from bloomery.core.records import read_manifest
 
 RECIPE = ROOT / "recipes" / "plasma-500m.toml"
 SETTINGS = ("tokenizer.vocab_size=8000", "tokenizer.sample_bytes=8000000", "shard.tokens=8000000")

@@ -20,7 +20,7 @@ from bloomery.train.config import Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.optim import Optimizers, learning_rate_share
 from bloomery.train.precision import Precision
 from bloomery.train.state import State
-from bloomery.train.trainer import Trainer
+from bloomery.train.step import Trainer
 
 import torch
 from torch import Tensor, nn

@@ -23,7 +23,7 @@ from bloomery.core.chat import Message
 from bloomery.core.pipeline import machine, versions
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows
-from bloomery.shards.packing import first_fit_decreasing
+from bloomery.shards.build import first_fit_decreasing
 from bloomery.tokenizer import chat_template, importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 

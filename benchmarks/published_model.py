@@ -35,7 +35,8 @@ from demo import ROOT, commit
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.io import read_json, write_json
-from bloomery.core.pipeline import CURRENT, machine, read_manifest, versions
+from bloomery.core.pipeline import machine, versions
+from bloomery.core.records import CURRENT, read_manifest
 from bloomery.evaluation import harness
 from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.evaluation.harness import EvalRequest, QuestionResult

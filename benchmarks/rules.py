@@ -30,7 +30,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from bloomery.core.pipeline import machine, versions
 from bloomery.data.filters.apply import DocumentColumns, judge
-from bloomery.data.filters.base import FilterBase
+from bloomery.data.filters.features import FilterBase
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 from bloomery.data.readers import rows
 

@@ -37,7 +37,7 @@ from bloomery.train.config import AdamW
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.state import State
-from bloomery.train.trainer import Trainer
+from bloomery.train.step import Trainer
 
 import torch
 from torch import Tensor

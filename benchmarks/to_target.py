@@ -40,7 +40,7 @@ from bloomery.data.documents import is_held_out
 from bloomery.data.sources import local
 from bloomery.shards import format
 from bloomery.tokenizer.fast_encode import Encoder
-from bloomery.tokenizer.train import train as train_tokenizer
+from bloomery.tokenizer.train import train_byte_level as train_tokenizer
 
 import torch
 

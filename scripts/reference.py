@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import bloomery  # noqa: E402
 from bloomery import api, cli  # noqa: E402
-from bloomery.core.bounds import Between, written  # noqa: E402
+from bloomery.core.config import Between, written  # noqa: E402
 from bloomery.recipe import STAGES, Recipe  # noqa: E402
 
 DOCS = ROOT / "docs"

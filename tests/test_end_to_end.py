@@ -19,7 +19,7 @@ import zstandard
 
 from bloomery import cli
 from bloomery.core.config import to_toml
-from bloomery.core.pipeline import content_hash
+from bloomery.core.records import content_hash
 from bloomery.recipe import STAGES
 from bloomery.stages.terminal import SHOWN_ANSWERS
 from bloomery.weights import hf

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from bloomery import cli
 from bloomery.core import config
-from bloomery.core.bounds import Between, DiskPath
+from bloomery.core.config import Between, DiskPath
 from bloomery.core.errors import ConfigError
 from bloomery.recipe import Recipe
 from bloomery.shards import build

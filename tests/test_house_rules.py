@@ -28,8 +28,20 @@ MAX_HELP_SECONDS = 0.5
 WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "checks", "recipe", "cli", "api")
 TYPES_FROM_THE_RIGHT = {"checks.py": "bloomery.recipe.Recipe"}
 """A recipe calls its checks, which name its type for mypy alone."""
-IMPORTS_WHEN_CALLED = ("cli.py", "api.py")
-"""Whose functions import what they need, so that `--help` and `import bloomery` start at once."""
+IMPORTS_WHEN_CALLED = (
+    "cli.py",
+    "api.py",
+    "hw/device.py",
+    "hw/kernel_trials.py",
+    "serve/chat_model.py",
+    "weights/hf.py",
+    "weights/locate.py",
+    "weights/opened.py",
+)
+"""
+Whose functions import what they need: `--help` and `import bloomery` start at once, and a model in one format
+is read, and a model computes, without what only others need.
+"""
 TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
 BROAD_EXCEPT_ALLOWED = (
     "cli.py",
@@ -52,7 +64,7 @@ READS_JSON = {
     "data/isolated.py": "what a child process says, and what it is asked",
     "data/sources/http_client.py": "what a server answers, of which 10,000 bytes are read",
     "data/readers/rows.py": "rows of documents, of which each that is no JSON is rejected with its reason",
-    "data/synthesis/client.py": "what a server answers, whose bytes are bounded",
+    "data/synthesis/generate.py": "what a server answers, whose bytes are bounded",
     "evaluation/tasks.py": "what the same module has written into an item",
     "evaluation/sandbox_child.py": "what the process that started this one asks",
     "hw/distributed.py": "what other ranks of the same run say",
@@ -65,10 +77,7 @@ READS_JSON = {
 VENDOR_ATTRIBUTES = {"cuda", "mps", "xpu", "hip", "is_cuda", "nccl"}
 VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", re.IGNORECASE | re.DOTALL)
 SMALL_AND_ALONE = {
-    "evaluation/config.py": "the section of a recipe, which every package has in its config.py",
-    "evaluation/perplexity.py": "one of the stage's measurements, each of which is a file",
     "hw/io_speed.py": "a program of its own, which a child process runs",
-    "tokenizer/train.py": "what trains a tokenizer, which no program that only loads one needs",
 }
 """Modules under 100 lines that only one other imports, and why they are not a part of that one."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

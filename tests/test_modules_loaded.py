@@ -39,7 +39,7 @@ optimizers.step()
 """
 TRAINER = f"""{MODEL}
 from bloomery.train.state import State
-from bloomery.train.trainer import Trainer
+from bloomery.train.step import Trainer
 how = {{"steps": 1, "micro_batch": 2, "learning_rate_share": lambda step: 1.0, "max_grad_norm": 1.0}}
 Trainer(model, optimizers, iter([batch]), state=State(), precision=precision, **how).train()
 """
@@ -60,9 +60,9 @@ print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name],
 """
 MOST = {
     "gradients of a batch and an update": (GRADIENTS, 41),
-    "the trainer, and a step": (TRAINER, 59),
-    "a recipe": (RECIPE, 62),
-    "a chat": (CHAT, 56),
+    "the trainer, and a step": (TRAINER, 41),
+    "a recipe": (RECIPE, 56),
+    "a chat": (CHAT, 42),
 }
 """What is done -> a program that does it, and how many modules it may load."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from bloomery import cli
 from bloomery.core import config
-from bloomery.core.pipeline import read_manifest
+from bloomery.core.records import read_manifest
 from bloomery.recipe import Recipe
 from bloomery.tokenizer.config import ByteBpe
 from tests.shared import SHARED, needs

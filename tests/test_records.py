@@ -22,7 +22,7 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, read_metrics
-from bloomery.core.pipeline import CURRENT, content_hash, damage, read_manifest
+from bloomery.core.records import CURRENT, content_hash, damage, read_manifest
 from bloomery.data import decontamination, executor
 from bloomery.data.quality import scorer, thresholds
 from bloomery.hw import kernel_trials
@@ -33,6 +33,7 @@ from bloomery.tokenizer import importers
 from bloomery.train import checkpointing, compile, extension
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, hf, opened, peft
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from bloomery.weights.safetensors import INDEX, Tensors
 from tests.core.made import manifest
 from tests.weights.made import model
@@ -286,12 +287,12 @@ def test_an_adapter_whose_configuration_has_another_shape_is_refused(tmp_path: P
     whole = {"peft_type": "LORA", "base_model_name_or_path": "base", "lora_alpha": 8, "alpha_pattern": {"a": 1.0}}
     name = "base_model.model.a.lora_{}.weight"
     pair = {name.format("A"): np.zeros((4, 2), np.float32), name.format("B"): np.zeros((2, 4), np.float32)}
-    safetensors.numpy.save_file(pair, tmp_path / peft.WEIGHTS)
-    reader = Reader(peft.CONFIG, whole, peft.read)
-    (tmp_path / peft.CONFIG).write_text(json.dumps(whole))
+    safetensors.numpy.save_file(pair, tmp_path / ADAPTER_WEIGHTS)
+    reader = Reader(ADAPTER_CONFIG, whole, peft.read)
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(whole))
     assert attempt(reader, tmp_path) is None
     for record in (*changed(whole), *VALUES):
-        (tmp_path / peft.CONFIG).write_text(json.dumps(record))
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(record))
         attempt(reader, tmp_path)
 
 

@@ -1,18 +1,6 @@
 """Bloomery turns raw text into a language model that answers, on the machine its owner has."""
 
-from bloomery.api import (
-    Dropped,
-    Model,
-    Run,
-    Selection,
-    decontaminate,
-    dedup,
-    filter,
-    load,
-    plan,
-    run,
-    status,
-)
+from bloomery.api import Dropped, Model, Run, Selection, decontaminate, dedup, filter, load, plan, run, status
 from bloomery.core.errors import (
     BloomeryError,
     CheckpointError,

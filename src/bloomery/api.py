@@ -179,9 +179,9 @@ class Run:
     @property
     def stages(self) -> dict[str, Path]:
         """Stage -> folder, of the recipe that ran last. Stages that have not run have no folder yet."""
-        from bloomery.core import run_dir
+        from bloomery.core import records
 
-        return run_dir.current(self.folder)
+        return records.stage_folders(self.folder)
 
     def model(self, *, device: "DeviceChoice" = "auto") -> Model:
         """Load the model that the run has trained, as `load` does."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from bloomery.core.bounds import is_of_hub
-from bloomery.core.config import Config, build, with_defaults
+from bloomery.core.config import Config, build, is_of_hub, with_defaults
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import resolve as resolve_name
 from bloomery.data.executor import Parallel

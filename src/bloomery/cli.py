@@ -30,6 +30,7 @@ from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from bloomery.core.pipeline import RunCommand
+    from bloomery.stages.terminal import Asks
 
 TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
@@ -454,14 +455,14 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
         log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
-    from bloomery.core import pipeline, run_dir
+    from bloomery.core import pipeline, records, run_dir
     from bloomery.hw import launcher
     from bloomery.stages import terminal
 
     alone, asked = launcher.num_processes() == 1, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
-        if alone and (root := command.up_to_date()) is not None and asked in (None, *run_dir.current(root)):
+        if alone and (root := command.up_to_date()) is not None and asked in (None, *records.stage_folders(root)):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
@@ -543,11 +544,11 @@ def status(options: argparse.Namespace) -> int:
 
 
 def clean(options: argparse.Namespace) -> int:
-    from bloomery.core import pipeline, run_dir
+    from bloomery.core import pipeline, records, run_dir
     from bloomery.stages import terminal
 
     root: Path = options.run
-    run_dir.current(root)  # of what is no run folder, none is made
+    records.stage_folders(root)  # of what is no run folder, none is made
     with pipeline.locked(root):
         waste, old = run_dir.waste(root), run_dir.expired(root, now=options.now)
         freed = run_dir.delete([*waste, *old] if options.now else old) if options.yes or options.now else 0
@@ -609,10 +610,9 @@ def data(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    from bloomery.core.log import info
+    from bloomery.core.log import info, print_pieces
     from bloomery.hw import device
     from bloomery.serve.chat_model import answerer_of
-    from bloomery.stages.terminal import Asks, TerminalChat, print_pieces
     from bloomery.weights import hf
     from bloomery.weights.locate import locate_model
 
@@ -620,7 +620,7 @@ def chat(options: argparse.Namespace) -> int:
         where = device.find().torch_device
         return hf.load(locate_model(name), where, dtype=options.dtype, template=options.template)
 
-    def load(name: Path) -> Asks:
+    def load(name: Path) -> "Asks":
         loaded = read(name)
         loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
         model = answerer_of(str(name), loaded)
@@ -644,6 +644,8 @@ def chat(options: argparse.Namespace) -> int:
             deque(print_pieces(ask([{"role": "user", "content": prompt}], sampling).texts), maxlen=0)
         return 0
     info(f"{options.model}. /help lists commands; Ctrl-D or /exit ends.")
+    from bloomery.stages.terminal import TerminalChat
+
     TerminalChat(ask, load, sampling).run()
     return 0
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.core.bounds import Between, DiskPath, Temperature, written
-from bloomery.core.config import Config, build
+from bloomery.core.config import Between, Config, DiskPath, Temperature, build, written
 from bloomery.core.errors import ConfigError
 from bloomery.core.io import MAX_NAME_BYTES, MAX_PATH_BYTES, path_problem
 

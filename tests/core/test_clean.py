@@ -16,8 +16,9 @@ from bloomery.core import io as core_io
 from bloomery.core import run_dir
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import CURRENT, StagePlan, damage, execute
-from bloomery.core.run_dir import current, delete, expired, remove, states, waste
+from bloomery.core.pipeline import StagePlan, execute
+from bloomery.core.records import CURRENT, damage, stage_folders
+from bloomery.core.run_dir import delete, expired, remove, states, waste
 from tests.core.test_run import lay
 
 Two = tuple[list[StagePlan], list[StagePlan]]
@@ -59,7 +60,7 @@ NAMES_NOTHING += [
 def test_nothing_is_waste_on_the_word_of_a_file_that_names_no_stage(root: Path, two: Two, text: str) -> None:
     (root / CURRENT).write_bytes(text.encode("utf-8", "surrogatepass"))
     before = content(root)
-    for ask in (waste, states, current):
+    for ask in (waste, states, stage_folders):
         with pytest.raises(RunError, match=r"current\.json: (cannot be read|names no stage|make: )") as caught:
             ask(root)
         assert len(str(caught.value)) < 1000

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
-from bloomery.core.bounds import Between, Share
-from bloomery.core.config import VOLATILE, Config, apply_override, build, load, plain, to_toml
+from bloomery.core.config import VOLATILE, Between, Config, Share, apply_override, build, load, plain, to_toml
 from bloomery.core.errors import ConfigError
 
 Positive = Annotated[int, Between(1, 2**63 - 1, "a test has no more")]

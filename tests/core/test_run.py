@@ -9,8 +9,9 @@ from bloomery.core import io as core_io
 from bloomery.core.config import Config
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import CURRENT, RECIPE, Stage, StagePlan, execute, plan_stages, remember
-from bloomery.core.run_dir import current, delete, size_of, states, waste
+from bloomery.core.pipeline import Stage, StagePlan, execute, plan_stages, remember
+from bloomery.core.records import CURRENT, RECIPE, stage_folders
+from bloomery.core.run_dir import delete, size_of, states, waste
 
 
 class Section(Config):
@@ -52,13 +53,13 @@ def test_a_run_remembers_the_recipe_that_makes_the_same_folders_again(root: Path
     again = config.load(Recipe, root / RECIPE)
     assert again == Recipe(make=Section(number=7))
     assert [plan.folder for plan in plan_stages(STAGES, again, root)] == [plan.folder for plan in plans]
-    assert current(root) == {plan.stage.name: plan.folder for plan in plans}
+    assert stage_folders(root) == {plan.stage.name: plan.folder for plan in plans}
 
 
 def test_the_folders_of_the_last_recipe_are_the_current_ones(root: Path) -> None:
     first, second = lay(root, 1), lay(root, 2)
-    assert list(current(root).values()) == [plan.folder for plan in second]
-    assert first[0].folder not in current(root).values()
+    assert list(stage_folders(root).values()) == [plan.folder for plan in second]
+    assert first[0].folder not in stage_folders(root).values()
 
 
 @pytest.mark.parametrize(
@@ -74,17 +75,17 @@ def test_a_folder_that_is_no_run_is_an_error_that_says_what_is_one(root: Path, t
     if text is not None:
         (root / CURRENT).write_text(text)
     with pytest.raises(RunError) as caught:
-        current(root)
+        stage_folders(root)
     assert told in str(caught.value)
     assert caught.value.hint
 
 
 def test_what_does_not_exist_and_what_is_a_file_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="none: does not exist"):
-        current(tmp_path / "none")
+        stage_folders(tmp_path / "none")
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="file: is no run folder"):
-        current(tmp_path / "file")
+        stage_folders(tmp_path / "file")
 
 
 def test_a_stage_is_waiting_then_begun_then_done_and_may_be_damaged(root: Path) -> None:

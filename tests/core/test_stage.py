@@ -15,18 +15,8 @@ import pytest
 from bloomery.core import io as core_io
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import (
-    BEGUN,
-    Stage,
-    StagePlan,
-    brief,
-    content_hash,
-    damage,
-    execute,
-    locked,
-    plan_stages,
-    read_manifest,
-)
+from bloomery.core.pipeline import BEGUN, Stage, StagePlan, brief, execute, locked, plan_stages
+from bloomery.core.records import content_hash, damage, read_manifest
 from tests.core.made import HERE, RUNS, STAGES, Recipe, Section, stage, work
 
 

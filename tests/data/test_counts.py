@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.counts import Counts, ranked
+from bloomery.data.executor import Counts, ranked
 
 ENTRIES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["kept", "dropped", "z", "y"]), st.integers(0, 9)))
 

@@ -13,8 +13,8 @@ import pytest
 from bloomery.core.errors import DataError
 from bloomery.data import decontamination, isolated
 from bloomery.data.chat import readers
-from bloomery.data.chat.config import ChatFiles
-from bloomery.data.chat.messages import RejectedRow as RejectedTalk
+from bloomery.data.chat.formats import RejectedRow as RejectedTalk
+from bloomery.data.chat.readers import ChatFiles
 from bloomery.data.readers import rows as readers_rows
 from bloomery.data.readers.read import RejectedDocument
 from bloomery.data.sources import local

@@ -2,7 +2,7 @@ from typing import get_args
 
 from bloomery.core.config import build, plain
 from bloomery.data.filters.apply import PRESETS, DocumentColumns, judge
-from bloomery.data.filters.base import RulePreset
+from bloomery.data.filters.features import RulePreset
 from bloomery.data.filters.heuristics import Length
 from bloomery.data.filters.published import C4, Gopher, Repetition
 from bloomery.stages.config import Filter

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from bloomery.core.errors import CheckpointError
 from bloomery.data.sources import toy_worlds
-from bloomery.evaluation import perplexity
-from bloomery.evaluation.perplexity import document_nats, measure, windows
+from bloomery.evaluation import held_out
+from bloomery.evaluation.held_out import document_nats, measure, windows
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from tests.model.made import lively
@@ -72,7 +72,7 @@ def test_the_bits_of_documents_are_those_of_their_tokens_one_by_one() -> None:
 def test_neither_the_order_of_documents_nor_what_is_scored_at_once_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     one = model()
     whole = document_nats(one, small(), TEXTS, processor())
-    monkeypatch.setattr(perplexity, "WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr(held_out, "WINDOWS_AT_ONCE", 3)
     assert document_nats(one, small(), random.Random(1).sample(TEXTS, len(TEXTS)), processor()) == pytest.approx(whole)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from bloomery.core.config import build
 from bloomery.data import documents
 from bloomery.data.executor import ExecutorConfig
-from bloomery.evaluation import contamination, tasks
+from bloomery.evaluation import tasks
 from bloomery.evaluation.tasks import EvalItem, TaskFiles
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Decontaminate
@@ -23,13 +23,13 @@ def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path)
     asked = {name: tasks.rows(name, TaskFiles((SETS,)))[:150] for name in NAMES}
     planted = {name: {item.row for item in rng.sample(items, 20)} for name, items in asked.items()}
     texts = [filler(rng) for _ in range(300)]
-    assert not any(contamination.dirty(asked, texts, tmp_path / "before").values())
+    assert not any(tasks.dirty(asked, texts, tmp_path / "before").values())
     for name, items in asked.items():
         for item in items:
             if item.row in planted[name]:
                 texts.append(f"{filler(rng)} {item.solved.upper() if item.row % 2 else item.solved}\n{filler(rng)}")
     rng.shuffle(texts)
-    found = contamination.dirty(asked, texts, tmp_path)
+    found = tasks.dirty(asked, texts, tmp_path)
     for name in NAMES:
         assert planted[name] <= found[name]
         assert len(found[name] - planted[name]) <= 20, name  # those that share a passage, or 13 words, with one of them
@@ -40,7 +40,7 @@ def test_a_question_that_several_tasks_ask_is_found_in_each_of_them(tmp_path: Pa
     items = [EvalItem(prompts=(filler(rng),), choices=("yes", "no"), row=row) for row in range(1, 31)]
     asked = {"copa": items, "core.copa": items[5:], "core.piqa": items[:20]}
     texts = [filler(rng), items[8].solved, items[25].solved]
-    found = contamination.dirty(asked, texts, tmp_path)
+    found = tasks.dirty(asked, texts, tmp_path)
     assert found == {"copa": {9, 26}, "core.copa": {9, 26}, "core.piqa": {9}}
 
 

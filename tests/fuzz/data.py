@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bloomery.core import io as core_io
 from bloomery.data.chat import readers
-from bloomery.data.chat.config import ChatFiles
-from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.formats import RejectedRow
 from bloomery.data.chat.preferences import PairFiles, judged
+from bloomery.data.chat.readers import ChatFiles
 from bloomery.data.readers import read
 from bloomery.data.sources import local
 from bloomery.data.sources.local import AnyFiles

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis.strategies import SearchStrategy
 
 from bloomery.core.io import read_json
-from bloomery.core.pipeline import STAGE_FOLDER
+from bloomery.core.records import STAGE_FOLDER
 from bloomery.shards import format, importers
 from bloomery.shards.loader import PackedDataset
 from tests.fuzz.mutation import bytes_like, json_like, named, split

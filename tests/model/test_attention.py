@@ -12,6 +12,7 @@ from bloomery.hw import kernel_trials
 from bloomery.model import attention
 from bloomery.model.attention import (
     CHUNK_QUERIES,
+    AttentionMask,
     Cache,
     DifferentialAttention,
     flexible_attention,
@@ -21,8 +22,7 @@ from bloomery.model.attention import (
     softmax_attention,
 )
 from bloomery.model.kernels import cpu
-from bloomery.model.mask import AttentionMask
-from bloomery.model.rope import alibi_slopes
+from bloomery.model.layers import alibi_slopes
 from tests.model.made import CHOICES, SHAPES, lively
 
 import torch

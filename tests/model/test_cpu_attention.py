@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from bloomery.core import native
-from bloomery.model.attention import softmax_attention
+from bloomery.model.attention import AttentionMask, softmax_attention
 from bloomery.model.kernels import cpu
 from bloomery.model.kernels.cpu import causal_attention
-from bloomery.model.mask import AttentionMask
 from tests.model.test_cpu_kernels import DTYPES, compare, near
 from tests.model.test_cpu_kernels import library as library
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.model.mask import AttentionMask
+from bloomery.model.attention import AttentionMask
 
 import torch
 

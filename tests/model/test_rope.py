@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
-from bloomery.model.rope import alibi_slopes, frequencies, rotate, rotation
+from bloomery.model.layers import alibi_slopes, frequencies, rotate, rotation
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.shards.packing import first_fit_decreasing
+from bloomery.shards.build import first_fit_decreasing
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(0, CAPACITY), max_size=60)

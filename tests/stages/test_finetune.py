@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import config, pipeline
+from bloomery.core import config, pipeline, records
 from bloomery.core.chat import Message
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
@@ -58,14 +58,14 @@ def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_p
     folders = {plan.stage.name: plan.folder for plan in plans}
     tokenizer = Tokenizer.load(folders["tokenizer"])
     assert tokenizer.special_id("<|im_start|>") == small().vocab_size  # after all that was there
-    facts = pipeline.read_manifest(folders["finetune"])["stats"]
+    facts = records.read_manifest(folders["finetune"])["stats"]
     assert facts["trained_parameters"] == 2 * 2 * ((16 + 16) + (16 + 8) + (16 + 8) + (16 + 16))
     assert facts["model_bytes"] < 4 * facts["parameters"]
     folder = locate.locate_model(folders["finetune"])
     assert not (folder / "model.safetensors").exists()
     loaded = hf.load(folder)
     assert loaded.renderer.name == "chatml"
-    assert loaded.lineage.base == pipeline.content_hash(folders["pretrain"])
+    assert loaded.lineage.base == records.content_hash(folders["pretrain"])
     export.write(loaded, tmp_path / "out", "hf", "float32")
     again = hf.load(tmp_path / "out")
     ids = torch.tensor([again.renderer.prompt([Message(role="user", content="Who?")])])

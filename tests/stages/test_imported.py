@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.core import config, pipeline
+from bloomery.core import config, pipeline, records
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
@@ -17,7 +17,7 @@ from bloomery.stages import pretrain
 from bloomery.stages.config import start_digest
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
 from tests.calling import Call
@@ -73,7 +73,7 @@ def test_token_files_of_others_are_trained_on_without_any_other_stage(tmp_path: 
     folders = {plan.stage.name: plan.folder for plan in plans}
     assert Tokenizer.load(folders["tokenizer"]).hash == small().hash
     assert len(format.names(folders["shard"], "train")) == 2
-    assert pipeline.read_manifest(folders["pretrain"])["stats"]["steps"] == 2
+    assert records.read_manifest(folders["pretrain"])["stats"]["steps"] == 2
 
 
 def test_other_token_files_make_another_stage_folder(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"has norm_eps = 0\.001, not 1e-05"):
         pretrain.start(section, small(), World.alone())
     with pytest.raises(CheckpointError, match=r"has the tokenizer .*, and the shards were made with"):
-        pretrain.start(section, train(["some other text"] * 3, 400), World.alone())
+        pretrain.start(section, train_byte_level(["some other text"] * 3, 400), World.alone())
     (tmp_path / "theirs" / "base" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no model"):
         start_digest(section)

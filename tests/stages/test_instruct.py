@@ -14,7 +14,8 @@ from bloomery.core import io as core_io
 from bloomery.core.chat import Message, as_message
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.core.pipeline import Stage, StagePlan, content_hash, seal
+from bloomery.core.pipeline import Stage, StagePlan, seal
+from bloomery.core.records import content_hash
 from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import config, pipeline
+from bloomery.core import config, pipeline, records
 from bloomery.core.errors import ConfigError
 from bloomery.data.sources import http_client
 from bloomery.hw import device as devices
@@ -204,7 +204,7 @@ def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where
     after = planned("finetune.seed=1")
     assert after.ask.steps_from == "packed"
     folder = next(one.folder for one in plans if one.stage.name == "finetune")
-    assert after.ask.steps == pipeline.read_manifest(folder)["stats"]["steps"] > 1
+    assert after.ask.steps == records.read_manifest(folder)["stats"]["steps"] > 1
     late = "finetune.schedule={kind='linear', warmup_steps=1000}"
     with pytest.raises(ConfigError, match="warmup_steps=1000 is more than steps") as refused:
         planned(late)

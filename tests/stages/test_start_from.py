@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from bloomery.core import config, pipeline
+from bloomery.core import config, pipeline, records
 from bloomery.core.config import Override
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.model.config import ModelConfig
@@ -61,7 +61,7 @@ def ran(made: Recipe, root: Path, until: str = "finetune") -> dict[str, Path]:
 
 
 def stats(folder: Path) -> dict[str, Any]:
-    return pipeline.read_manifest(folder)["stats"]
+    return records.read_manifest(folder)["stats"]
 
 
 def test_one_command_finetunes_a_model_and_the_result_again(base: Path, talks: Path, tmp_path: Path) -> None:

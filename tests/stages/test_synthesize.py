@@ -18,8 +18,8 @@ from bloomery.core import io as core_io
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError, RunError
 from bloomery.data.sources import http_client
-from bloomery.data.synthesis.budget import Budget
 from bloomery.data.synthesis.config import Synthesize
+from bloomery.data.synthesis.generate import Budget
 from bloomery.stages import synthesize
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, provider, run

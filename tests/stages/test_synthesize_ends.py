@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from bloomery.core import io as core_io
-from bloomery.core import pipeline, run_dir
+from bloomery.core import records, run_dir
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError
 from bloomery.core.io import MANIFEST
-from bloomery.data.synthesis import budget, client
+from bloomery.data.synthesis import generate
 from tests.core.made import manifest
 from tests.data.synthesis import model_server
 from tests.data.synthesis.model_server import ModelServer
@@ -94,7 +94,7 @@ def test_an_answer_that_comes_a_byte_at_a_time_is_given_up_after_the_seconds_of_
 def test_an_answer_that_is_too_large_is_told_and_counts_as_paid(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(generate, "MAX_ANSWER_BYTES", 2**20)
     server.reply = lambda messages: "a" * 2**21
     with pytest.raises(DataError, match=r"the answer has more than 1,048,576 bytes.*\(2 attempts\)"):
         run(config(server, concurrency=1, attempts=2), tmp_path)
@@ -145,14 +145,14 @@ def test_dollars_are_those_of_the_price_that_each_request_had(server: ModelServe
 def test_what_was_paid_for_outlives_the_folder_that_clean_removes(server: ModelServer, tmp_path: Path) -> None:
     old, new = (tmp_path / f"08-synthesize-{name * 8}" for name in "ab")
     run(config(server), old)
-    (tmp_path / pipeline.CURRENT).write_text(json.dumps({"synthesize": new.name}))
+    (tmp_path / records.CURRENT).write_text(json.dumps({"synthesize": new.name}))
     new.mkdir()
     assert run_dir.waste(tmp_path) == []  # the current folder is not done
     core_io.write_json(new / MANIFEST, manifest())
     found = run_dir.waste(tmp_path)
     assert [one.path for one in found] == [old]
     assert run_dir.remove(tmp_path, found).moves
-    assert [path.name for path in old.iterdir()] == [budget.FILE] == sorted(run_dir.OUTLIVES)
+    assert [path.name for path in old.iterdir()] == [generate.FILE] == sorted(run_dir.OUTLIVES)
     assert run_dir.waste(tmp_path) == []
     assert run(config(server, count=4), new)["conversations"] == 4
     assert len(server.asked) == 5

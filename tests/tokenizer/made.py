@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bloomery.data.sources import toy_worlds
 from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 
 VOCAB_SIZE = 700
 
@@ -21,13 +21,13 @@ def training_texts() -> list[str]:
 
 @cache
 def small() -> Tokenizer:
-    return train(training_texts(), VOCAB_SIZE)
+    return train_byte_level(training_texts(), VOCAB_SIZE)
 
 
 @cache
 def made_for(template: str) -> Tokenizer:
     """The same text, with the special tokens of a template."""
-    return train(training_texts(), VOCAB_SIZE, special=special_tokens(template))
+    return train_byte_level(training_texts(), VOCAB_SIZE, special=special_tokens(template))
 
 
 SPELLED = [*SPECIAL, "<|", "|>", "end", "<|user", " ", "\n", "the lamp", "12", "é", "😀"]

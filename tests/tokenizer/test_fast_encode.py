@@ -19,7 +19,7 @@ from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.fast_encode import HARD, Encoder, Ids
 from bloomery.tokenizer.importers import with_special
 from bloomery.tokenizer.tokenizer import PATTERNS, SPACE, SPECIAL, PatternName, Tokenizer, byte_letters
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 from tests.tokenizer.shared import documents
 from tests.tokenizer.test_train import WILD as PIECES
@@ -41,7 +41,7 @@ WILD = st.one_of(
 
 @cache
 def made(name: PatternName) -> tuple[Tokenizer, Encoder]:
-    tokenizer = train([*training_texts(), *HARD], 900, name)
+    tokenizer = train_byte_level([*training_texts(), *HARD], 900, name)
     return tokenizer, Encoder(tokenizer, aloud=False)
 
 
@@ -276,7 +276,7 @@ def test_a_pattern_that_cuts_otherwise_is_found_in_the_hard_texts_or_in_the_firs
 ) -> None:
     wrong = PATTERNS["llama3"]._replace(quick=PATTERNS["qwen2"].quick)
     monkeypatch.setitem(PATTERNS, "llama3", wrong)
-    tokenizer = train(["567 567 " * 50], 300, "llama3")
+    tokenizer = train_byte_level(["567 567 " * 50], 300, "llama3")
     assert "in another way" in Encoder(tokenizer, aloud=False).why
     monkeypatch.setattr(fast_encode, "HARD", ("nothing hard",))
     late = Encoder(tokenizer, aloud=False)
@@ -288,6 +288,6 @@ def test_a_pattern_that_cuts_otherwise_is_found_in_the_hard_texts_or_in_the_firs
 def test_every_pattern_has_a_name_in_llama_cpp_and_digits_are_single_where_it_says_so() -> None:
     assert {pattern.gguf for pattern in PATTERNS.values()} == {"gpt-2", "llama-bpe", "qwen2", "gpt-4o"}
     for name in NAMES:
-        tokenizer = train(["2024 1234 5678 999 " * 50], 400, name)
+        tokenizer = train_byte_level(["2024 1234 5678 999 " * 50], 400, name)
         single = len(tokenizer.encode("1234567890")) == 10
         assert single == PATTERNS[name].splits_digits

@@ -20,7 +20,7 @@ from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL
 from bloomery.tokenizer.fast_encode import HARD, Encoder
 from bloomery.tokenizer.tokenizer import FILE, PATTERNS, SPECIAL, PatternName, Tokenizer, byte_letters
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 from tests.shared import needs
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 from tests.tokenizer.shared import GPT2, documents
@@ -384,7 +384,7 @@ def test_what_is_written_is_laid_out_as_documented(tmp_path: Path, read_in: Toke
 @pytest.mark.parametrize("pattern", get_args(PatternName))
 def test_a_tokenizer_that_was_trained_here_comes_back_from_its_file(pattern: PatternName, tmp_path: Path) -> None:
     """Its special tokens have the first ids; those of other templates, which came later, have the last."""
-    train(training_texts(), 500, pattern).save(tmp_path)
+    train_byte_level(training_texts(), 500, pattern).save(tmp_path)
     whole = importers.load(tmp_path, special=EVERY_SPECIAL)
     assert whole.document_id == 0
     assert whole.special_id(EVERY_SPECIAL[-1]) == whole.vocab_size - 1

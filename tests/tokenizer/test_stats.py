@@ -6,29 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.tokenizer import stats
+from bloomery.tokenizer import train
 from bloomery.tokenizer.fast_encode import Encoder
-from bloomery.tokenizer.stats import Sample
+from bloomery.tokenizer.train import Sample
 from tests.tokenizer.made import CODE, ELSEWHERE, small
 
 TEXTS = {"code": [CODE, CODE + "x = 1\n"], "other": [ELSEWHERE, ""]}
 
 
 def test_bytes_per_token_and_unused_ids_are_what_counting_one_by_one_gives() -> None:
-    counts = stats.used(small(), Encoder(small()), TEXTS)
-    ratios = stats.bytes_per_token(TEXTS, counts)
+    counts = train.used(small(), Encoder(small()), TEXTS)
+    ratios = train.bytes_per_token(TEXTS, counts)
     for domain, some in TEXTS.items():
         ids = [id for text in some for id in small().encode(text)]
         assert ratios[domain] == round(sum(len(text.encode()) for text in some) / len(ids), 3)
         assert all(counts[domain][id] == ids.count(id) for id in range(small().vocab_size))
     seen = {id for some in TEXTS.values() for text in some for id in small().encode(text)}
-    assert stats.unused(small(), counts) == small().vocab_size - len(seen | small().special_ids)
-    assert stats.used(small(), Encoder(small()), {"none": [""]})["none"].sum() == 0
+    assert train.unused(small(), counts) == small().vocab_size - len(seen | small().special_ids)
+    assert train.used(small(), Encoder(small()), {"none": [""]})["none"].sum() == 0
 
 
 def test_fertility_counts_tokens_for_words_and_characters_by_script() -> None:
     texts = {"a": ["the lamp is here", "один два"], "b": ["東京都は日本の首都", "12 !"]}
-    found = stats.fertility(Encoder(small()), texts, "script")
+    found = train.fertility(Encoder(small()), texts, "script")
     assert found.keys() == {"latin", "cyrillic", "japanese", "none"}
     tokens = len(small().encode("the lamp is here"))
     assert found["latin"] == {
@@ -44,7 +44,7 @@ def test_fertility_counts_tokens_for_words_and_characters_by_script() -> None:
      ("ひらがなと漢字", "japanese"), ("हिन्दी", "devanagari"), ("123 ...", "none"), ("", "none")],
 )  # fmt: skip
 def test_a_script_is_what_most_letters_are(text: str, name: str) -> None:
-    assert stats.script(text) == name
+    assert train.script(text) == name
 
 
 def test_languages_are_told_apart_by_name_where_asked() -> None:
@@ -52,7 +52,7 @@ def test_languages_are_told_apart_by_name_where_asked() -> None:
     texts = {
         "a": ["This is a sentence in the English language about a lamp.", "Dies ist ein Satz in deutscher Sprache."]
     }
-    assert stats.fertility(Encoder(small()), texts, "langid").keys() == {"en", "de"}
+    assert train.fertility(Encoder(small()), texts, "langid").keys() == {"en", "de"}
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_the_sample_depends_neither_on_the_order_of_documents_nor_on_what_memory
     turned = documents[:]
     rng.shuffle(turned)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stats, "SLACK", 0.0)  # dropped at every document
-        patch.setattr(stats, "LONGEST", 400)
+        patch.setattr(train, "SLACK", 0.0)  # dropped at every document
+        patch.setattr(train, "LONGEST", 400)
         assert taken(turned, budget).texts() == first
     assert sum(map(len, first.values())) <= len(documents)
 
@@ -137,10 +137,10 @@ def test_memory_stays_near_the_budget_and_no_file_outweighs_its_domain() -> None
     made = Sample(50_000)
     for number in range(3000):
         made.add("ab"[number % 2], str(number), "x" * 1000)
-        assert made._held <= 50_000 * stats.SLACK + stats.LONGEST + 1000
+        assert made._held <= 50_000 * train.SLACK + train.LONGEST + 1000
     made = Sample(50_000)
-    made.add("a", "long", "é" * (3 * stats.LONGEST))
-    assert [len(text) for text in made.texts()["a"]] == [stats.LONGEST]
+    made.add("a", "long", "é" * (3 * train.LONGEST))
+    assert [len(text) for text in made.texts()["a"]] == [train.LONGEST]
 
 
 def test_the_sample_is_from_everywhere_and_not_from_the_start() -> None:

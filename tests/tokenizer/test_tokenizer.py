@@ -20,7 +20,7 @@ from bloomery.core.errors import DataError
 from bloomery.tokenizer import importers, tokenizer
 from bloomery.tokenizer import tokenizer as tokenizers_module
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, SPACE, SPECIAL, Tokenizer, byte_letters
-from bloomery.tokenizer.train import LONGEST_WORD, train
+from bloomery.tokenizer.train import LONGEST_WORD, train_byte_level
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, VOCAB_SIZE, small, training_texts
 from tests.tokenizer.test_importers import byte_bpe, like_llama
 
@@ -100,7 +100,7 @@ def test_learned_tokens_make_familiar_text_short() -> None:
 
 def test_a_line_without_space_makes_no_token_longer_than_a_word_and_is_encoded_whole() -> None:
     """Training looks at pieces of it: its time goes by the square of a word's length."""
-    tokenizer = train(["a" * 20_000 + "é" * 20_000], 500)
+    tokenizer = train_byte_level(["a" * 20_000 + "é" * 20_000], 500)
     pieces = [tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
     assert max(len(piece.decode("utf-8", "replace")) for piece in pieces) == LONGEST_WORD
     line = "é" * (4000 * LONGEST_WORD)
@@ -150,7 +150,7 @@ def test_the_hash_changes_with_what_decides_about_ids(saved: Path, tmp_path: Pat
     facts["model"]["merges"].pop()
     (tmp_path / FILE).write_text(json.dumps(facts))
     assert Tokenizer.load(tmp_path).hash != small().hash
-    assert train(training_texts()[:-2], VOCAB_SIZE).hash != small().hash
+    assert train_byte_level(training_texts()[:-2], VOCAB_SIZE).hash != small().hash
 
 
 def test_training_again_in_another_process_gives_the_same_tokenizer() -> None:
@@ -161,10 +161,10 @@ def test_training_again_in_another_process_gives_the_same_tokenizer() -> None:
 
 
 def test_a_text_with_little_in_it_gives_fewer_ids_and_still_every_byte() -> None:
-    tiny = train(["ab ab"], 4096)
+    tiny = train_byte_level(["ab ab"], 4096)
     assert 256 + len(SPECIAL) <= tiny.vocab_size < 300
     assert tiny.decode(tiny.encode("ß😀\x00")) == "ß😀\x00"
-    assert train([], 300).vocab_size == 256 + len(SPECIAL)
+    assert train_byte_level([], 300).vocab_size == 256 + len(SPECIAL)
 
 
 LACKING = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'

@@ -24,7 +24,8 @@ from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.savers import FullModelSaver
 from bloomery.train.state import State
-from bloomery.train.trainer import Trainer, TrainingRun
+from bloomery.train.step import Trainer
+from bloomery.train.trainer import TrainingRun
 from bloomery.weights import checkpoint
 from bloomery.weights.hf import Lineage
 from tests.model.made import VOCAB_SIZE

@@ -17,7 +17,7 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import architectures, hf
 from bloomery.weights.gguf_layouts import LAYOUTS
 from bloomery.weights.hf import CONFIG, LINEAGE, Lineage
-from bloomery.weights.integrity import SUMS
+from bloomery.weights.safetensors import SUMS
 from tests.model.made import lively, random_config, random_ids
 from tests.tokenizer.made import small
 from tests.weights.made import in_float64

@@ -17,6 +17,7 @@ from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import gguf, hf, llmc
 from bloomery.weights.hf import Lineage
+from bloomery.weights.opened import GGUF_SUFFIX
 from bloomery.weights.safetensors import save_sharded
 from tests.core.made import manifest
 from tests.model.made import SHAPES, lively, random_ids, scores
@@ -66,7 +67,7 @@ def test_an_imported_folder_has_the_number_format_and_the_words_of_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, dtype: str
 ) -> None:
     saved(tmp_path / "model", SHAPES[0])
-    form = "gguf" if source.endswith(gguf.SUFFIX) else "hf"
+    form = "gguf" if source.endswith(GGUF_SUFFIX) else "hf"
     told(capsys, "export", tmp_path / "model", tmp_path / source, "--format", form, "--dtype", dtype)
     facts = told(capsys, "import", tmp_path / source, tmp_path / "out")
     assert facts["number_format"] == dtype

@@ -16,16 +16,16 @@ from bloomery import cli
 from bloomery.core.chat import TEMPERATURE, Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
 from bloomery.core.io import MANIFEST
-from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.stages.config import Evaluate
 from bloomery.tokenizer import importers
 from bloomery.tokenizer import train as tokenizer_train
 from bloomery.tokenizer.chat_template import Renderer, Template
 from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 from bloomery.weights import export, hf
 from bloomery.weights.architectures import BAICHUAN1, BAICHUAN2, of_file
 from bloomery.weights.hf import CONFIG, LINEAGE, WEIGHTS, Lineage
@@ -215,7 +215,7 @@ def test_every_weight_has_one_counterpart() -> None:
 
 
 def other_tokenizer() -> Tokenizer:
-    return train(["some other text entirely"] * 3, VOCAB)
+    return train_byte_level(["some other text entirely"] * 3, VOCAB)
 
 
 def test_weights_are_not_used_with_another_tokenizer(tmp_path: Path) -> None:

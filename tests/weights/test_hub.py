@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.core.errors import CheckpointError, UnreachableError
-from bloomery.weights import hf, hub, locate
+from bloomery.weights import hf, locate
 from tests.data import hub_server
 from tests.model.made import SHAPES
 from tests.weights.test_export import saved, told
@@ -65,12 +65,12 @@ def test_a_full_disk_refuses_only_what_is_not_in_the_cache(
     server.put("me/tiny", there)
     full = shutil.disk_usage(tmp_path)._replace(free=900)
     with monkeypatch.context() as patch:
-        patch.setattr("bloomery.weights.hub.shutil.disk_usage", lambda path: full)
+        patch.setattr("bloomery.weights.locate.shutil.disk_usage", lambda path: full)
         with pytest.raises(CheckpointError, match=r"takes .* GB, and 0\.0 GB are free"):
             locate.locate_model(NAME)
     folder = locate.locate_model(NAME)
     server.put("me/tiny", there | {"generation_config.json": b"{}"})  # another commit, whose weights are cached
-    monkeypatch.setattr("bloomery.weights.hub.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("bloomery.weights.locate.shutil.disk_usage", lambda path: full)
     newer = locate.locate_model(NAME)
     assert newer != folder
     assert (newer / "model.safetensors").resolve() == (folder / "model.safetensors").resolve()
@@ -119,4 +119,4 @@ def test_a_hub_that_has_no_such_model_or_is_not_there_is_an_error_without_a_trac
     with pytest.raises(UnreachableError, match="the hub did not answer"):
         locate.locate_model(NAME)
     with pytest.raises(CheckpointError, match="names no model of a hub"):
-        hub.parsed("hub:alone")
+        locate.parsed("hub:alone")

@@ -17,7 +17,8 @@ from bloomery.core.io import MANIFEST
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import export, hf, llmc, peft
 from bloomery.weights.hf import WEIGHTS, Lineage
-from bloomery.weights.integrity import SUMS, verify
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from bloomery.weights.safetensors import SUMS, verify
 from tests.model.made import lively
 from tests.tokenizer.made import small
 from tests.weights import made
@@ -222,9 +223,9 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     tensors = {f"base_model.model.{name}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
     tensors[f"base_model.model.{name}.lora_B.weight"][0, 0] = float("inf")
-    (tmp_path / peft.WEIGHTS).write_bytes(safetensors.torch.save(tensors))
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(safetensors.torch.save(tensors))
     facts: dict[str, Any] = {"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "x"}
-    (tmp_path / peft.CONFIG).write_text(json.dumps(facts))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match=rf"{name}.lora_B.weight holds 1 of 4 numbers that are NaN"):
         peft.read(tmp_path)
 

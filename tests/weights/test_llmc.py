@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,32 +118,6 @@ def test_models_of_any_size_come_back(
         if name != "head.weight":
             wanted = weight.bfloat16() if small else weight
             assert torch.equal(found.weights[name], wanted), name
-
-
-def test_a_debug_state_gives_scores_loss_and_gradients_by_our_names(tmp_path: Path) -> None:
-    other = theirs(5)
-    batch = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
-    out = other(batch[:, :-1])
-    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch[:, 1:].flatten())
-    torch.autograd.backward(loss)
-    gradients = {name: weight.grad for name, weight in other.named_parameters()}
-    data = header(20240327, 2, 2, 8)
-    data += batch[:, :-1].int().numpy().tobytes() + batch[:, 1:].int().numpy().tobytes()
-    data += out.logits.detach().numpy().tobytes() + struct.pack("<f", loss.item())
-    data += b"".join(part.contiguous().numpy().tobytes() for part in parts(gradients))
-    (tmp_path / "debug.bin").write_bytes(data)
-    (tmp_path / "model.bin").write_bytes(by_hand(other))
-    model = loaded(tmp_path / "model.bin")
-    found = llmc.read_debug(tmp_path / "debug.bin", model.config, VOCAB)
-    assert np.array_equal(found.ids, batch[:, :-1])
-    assert np.array_equal(found.targets, batch[:, 1:])
-    scores = model.logits(model(torch.from_numpy(found.ids).long()))
-    assert float((scores.detach() - torch.from_numpy(found.scores)).abs().max()) < 1e-5
-    mine = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
-    assert mine.item() == pytest.approx(found.loss, abs=1e-6)
-    torch.autograd.backward(mine)
-    for name, weight in model.named_parameters():
-        assert float((weight.grad - found.gradients[name]).abs().max()) < 1e-5, name
 
 
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {

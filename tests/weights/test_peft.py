@@ -14,6 +14,7 @@ from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 from bloomery.weights import export, hf, locate
 from bloomery.weights import peft as weights_peft
 from bloomery.weights.hf import BaseModel, Lineage
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.model.made import CHOICES, SHAPES, assert_merged, lively, random_ids, scores
 from tests.tokenizer.made import small
 
@@ -214,16 +215,16 @@ def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Pat
 
 def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
-    facts = json.loads((folder / weights_peft.CONFIG).read_text())
+    facts = json.loads((folder / ADAPTER_CONFIG).read_text())
     for change, what in (
         ({"use_dora": True}, "holds no adapter of PEFT"),
         ({"peft_type": "LOHA"}, "its kind is 'LOHA'"),
     ):
-        (folder / weights_peft.CONFIG).write_text(json.dumps(facts | change))
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(facts | change))
         with pytest.raises(CheckpointError, match=what):
             hf.load(folder)
-    (folder / weights_peft.CONFIG).write_text(json.dumps(facts))
-    (folder / weights_peft.WEIGHTS).write_bytes((folder / weights_peft.WEIGHTS).read_bytes()[:-9])
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts))
+    (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
         hf.load(folder)
 

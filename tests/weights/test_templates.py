@@ -17,7 +17,7 @@ from bloomery.core.errors import CheckpointError, DataError
 from bloomery.tokenizer import chat_template, importers
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, TEMPLATES, Rendered, Renderer, Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, Tokenizer
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import train_byte_level
 from bloomery.weights import export, hf
 from bloomery.weights.hf import Lineage, Loaded
 from tests.model.made import SHAPES, lively
@@ -219,7 +219,7 @@ def test_a_tokenizer_without_the_tokens_of_a_template_is_refused_by_name() -> No
 
 def test_a_tokenizer_that_joins_the_structure_with_what_is_said_is_refused() -> None:
     """GPT-2's pattern makes one word of two line feeds where nothing follows, and two where something does."""
-    made = train([*training_texts(), "a\n\n" * 200], 900, "gpt2", chat_template.special_tokens("llama3"))
+    made = train_byte_level([*training_texts(), "a\n\n" * 200], 900, "gpt2", chat_template.special_tokens("llama3"))
     with pytest.raises(DataError, match="training and serving would differ"):
         Renderer(made, TEMPLATES["llama3"])
 

@@ -43,7 +43,6 @@ class NotedHash(TypedDict):
 
 
 def root() -> Path:
-    """The cache folder."""
     return core_io.cache_root(os.environ)
 
 

@@ -4,6 +4,13 @@ Recipes: one TOML file, plus `key.path=value` from the command line, becomes one
 The model is the schema. An unknown key, a missing key or a wrong type is an error that names the key; nothing is
 coerced except int -> float, str -> Path and array -> tuple. What a recipe chooses between is a union of models told
 apart by `kind`. TOML rather than YAML, because YAML 1.1 reads `3e-4` as a string and `no` as False.
+
+Types of settings bound numbers and paths:
+
+    ranks: Annotated[int, Between(1, 1024, "each rank is a process with a device of its own")] = 1
+
+A number outside its range would start something absurd, or mean nothing. The error names the bound and the reason.
+Bounds never depend on the machine: a recipe that loads here loads everywhere.
 """
 
 import difflib
@@ -12,16 +19,99 @@ import tomllib
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
 
 from bloomery.core import io as core_io
-from bloomery.core.bounds import OUT_OF_RANGE
+from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS
 from bloomery.core.errors import MAX_VALUE_CHARS, ConfigError, shorten
 from bloomery.core.io import path_problem
+
+OUT_OF_RANGE = "out_of_range"
+"""The type of its problem, as pydantic calls it; the message already holds the value."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Metadata of a number: its lowest and highest value, and why they are where they are."""
+
+    low: int | float
+    high: int | float
+    why: str
+    """Of both ends; of the highest alone where `why_low` is set."""
+    why_low: str = ""
+    or_zero: bool = False
+    """Whether 0 is fine too, although `low` is above it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+
+    def checked(self, value: Any) -> Any:
+        """The value itself. Raises PydanticCustomError outside of the range."""
+        if not isinstance(value, int | float) or self.low <= value <= self.high or (self.or_zero and value == 0):
+            return value
+        end, bound = ("most", self.high) if value > self.high else ("least", self.low)
+        least = f"{'0 or ' if self.or_zero and end == 'least' else ''}at {end} {written(bound)}"
+        reason = self.why_low or ("" if self.low in (0, 1) else self.why) if end == "least" else self.why
+        why = f": {reason}" if reason else ""
+        what = f"must be {least}, got {shorten(value, 40)}{why}"
+        raise PydanticCustomError(OUT_OF_RANGE, "{what}", {"what": what})
+
+
+def written(number: int | float) -> str:
+    """A number as a message shows it: in full, never rounded to another one."""
+    if isinstance(number, int):
+        return f"{number:,}"
+    return short if float(short := f"{number:g}") == number else repr(number)
+
+
+def _path(path: Path) -> Path:
+    if problem := path_problem(path):
+        raise ValueError(problem)
+    return path
+
+
+HUB = "hub:"
+"""What a path begins with that names a model of a hub."""
+
+
+def is_of_hub(path: Path) -> bool:
+    return str(path).startswith(HUB)
+
+
+DiskPath = Annotated[Path, AfterValidator(_path)]
+"""A path as a file system could hold it; whether something is there is seen when it is opened."""
+
+_TEXT = "no document is longer"
+_ROWS = "no data set has more"
+
+Share = Annotated[float, Between(0, 1, "it is a share")]
+InnerShare = Annotated[float, Between(1e-9, 0.99, "it is a share, and something has to be left on both sides")]
+Seed = Annotated[int, Between(0, MAX_SEED, "random generators take 63 bits")]
+TextLength = Annotated[int, Between(0, 10**12, _TEXT)]
+"""Characters, words or lines of a text, or how often something is in it."""
+PositiveLength = Annotated[int, Between(1, 10**12, _TEXT)]
+Ratio = Annotated[float, Between(0, 1e9, "it is a mean or a ratio of counts in a text")]
+DocumentCount = Annotated[int, Between(1, 10**12, _ROWS)]
+FieldNumber = Annotated[float, Between(-1e30, 1e30, "numbers of fields are compared as 64-bit floats")]
+Bytes = Annotated[int, Between(1, 2**60, "no file system holds more")]
+RowBytes = Annotated[int, Between(1, 2**31, "a row is read into memory whole, and Arrow's texts end at 2 GiB")]
+MemoryBytes = Annotated[int, Between(2**26, 2**50, "less holds no batch, and no machine has more")]
+Weight = Annotated[float, Between(1e-9, 1e9, "weights are relative to one another")]
+Attempts = Annotated[int, Between(1, 1000, "waits grow with each attempt")]
+TokenCount = Annotated[int, Between(1, 10**15, "that is 25 times what the largest models were trained on")]
+Context = Annotated[int, Between(1, MAX_TOKENS, "attention over more tokens fits no machine")]
+Steps = Annotated[int, Between(1, 10**12, "no run takes more steps")]
+StepsOrNone = Annotated[int, Between(0, 10**12, "no run takes more steps")]
+Temperature = Annotated[
+    float, Between(1e-3, MAX_TEMPERATURE, "logits are divided by it; 0 takes the likeliest token", or_zero=True)
+]
+
 
 VOLATILE: dict[str, Any] = {"volatile": True}
 """`field: int = Field(1, json_schema_extra=VOLATILE)`: it cannot change the output, so it is not in the fingerprint."""
@@ -237,7 +327,6 @@ def _sentence(message: str) -> str:
 
 
 def _texts(node: Any) -> Iterator[str]:
-    """Every text and key of TOML data."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, list | tuple | Mapping):
@@ -428,7 +517,6 @@ def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
 
 
 def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """A config and every value inside it, with its key."""
     yield key, value
     if isinstance(value, BaseModel):
         for name, inner in value:
@@ -439,12 +527,10 @@ def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def paths(config: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path inside a config, with its key."""
     return ((name, value) for name, value in _values(config, key) if isinstance(value, Path))
 
 
 def nested(config: Any) -> Iterator["Config"]:
-    """A config and every config inside it."""
     return (value for _, value in _values(config, "") if isinstance(value, Config))
 
 

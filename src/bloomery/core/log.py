@@ -319,7 +319,6 @@ def story(*, verbose: bool = False) -> Iterator[None]:
 
 
 def details() -> bool:
-    """Whether details are shown."""
     return os.environ.get(DETAILS) != "hidden"
 
 
@@ -602,3 +601,11 @@ def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise DataError("is no JSON object with a whole number as step", where=where, hint=_DAMAGED)
     return row
+
+
+def print_pieces(texts: Iterator[str]) -> Iterator[str]:
+    """Print an answer as it is made, and hand on its pieces."""
+    for text in texts:
+        print(text, end="", flush=True)
+        yield text
+    print()

@@ -31,9 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired
+from typing import IO, Any
 
-from pydantic import Field, GetPydanticSchema
 from typing_extensions import TypedDict
 
 from bloomery.core import cache, extras, native
@@ -42,15 +41,23 @@ from bloomery.core.config import Config, packages, paths, plain, to_toml
 from bloomery.core.errors import DataError, MissingPackageError, RunError, UnreachableError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import COLUMNS, console, duration, info, say, stage_line
-from bloomery.core.records import MAX_MANIFEST_BYTES, Count, ListedFile, NameInside, read_record
+from bloomery.core.records import (
+    CURRENT,
+    NOT_DONE,
+    RECIPE,
+    FolderName,
+    content_hash,
+    damage,
+    handed_on,
+    read_manifest,
+    read_record,
+)
 
 if sys.platform != "win32":
     import fcntl
 
 BEGUN = "begun.json"
 """Which content of its inputs a stage that resumes began with. It does not resume from leftovers of other content."""
-RECIPE, CURRENT = "recipe.toml", "current.json"
-"""In a run folder: the resolved recipe of the last run; stage -> folder, for that recipe."""
 CHECKPOINTS = "checkpoints"
 """In the folder of a stage that trains: a folder for each step that it can resume from."""
 LOCK = ".lock"
@@ -58,59 +65,8 @@ LOCK = ".lock"
 ATTEMPTS, SECONDS_BETWEEN_ATTEMPTS = 5, 0.02
 """To take the lock: `status` may hold it for a moment."""
 
-NOT_DONE = "not done"
-"""What `damage` says of a folder that no manifest vouches for."""
-STAGE_FOLDER = re.compile(r"[0-9]{2}-(\w+)-[0-9a-f]{8}", re.ASCII)
-"""Number, name and fingerprint of a stage, as `plan_stages` names folders."""
 Stats = Mapping[str, Any]
 """What a stage reports: JSON data, shown by `status` and in the report."""
-
-FolderName = Annotated[str, Field(pattern=r"^[0-9]{2}-[0-9A-Za-z_]+-[0-9a-f]{8}$")]
-"""Of a record: the folder of a stage, next to others in its run. It never leads out of the run folder."""
-
-
-class SavedSource(TypedDict, total=False):
-    name: str
-    domain: str | None
-    license: str | None
-
-
-class SavedConfig(TypedDict, total=False):
-    """The settings of a stage, as far as others read them."""
-
-    sources: list[SavedSource]
-    val_fraction: float
-    path: str | None
-
-
-class SavedStats(TypedDict, total=False):
-    """What a stage reported, as far as others read it: the data card of a run, and the data tools."""
-
-    documents: Count
-    rejected: Any
-    by_source: dict[str, dict[str, Any]]
-    reasons: dict[str, Count]
-    mix: dict[str, dict[str, Any]]
-    anneal: dict[str, dict[str, Any]] | None
-
-
-class StageManifest(TypedDict):
-    """What `seal` writes of a finished stage, as far as anything reads it."""
-
-    stage: str
-    version: NotRequired[int]
-    fingerprint: NotRequired[str]
-    inputs: NotRequired[dict[str, FolderName]]
-    input_hashes: NotRequired[dict[str, str]]
-    config: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedConfig))]
-    stats: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedStats))]
-    hands_on: NotRequired[str]
-    outputs: dict[NameInside, ListedFile]
-    seconds: Annotated[float, Field(ge=0)]
-    resumed: bool
-    finished: str
-    versions: NotRequired[dict[str, str | None]]
-    machine: NotRequired[dict[str, Any]]
 
 
 Runner = Callable[[Any, Mapping[str, Path], Path], Stats]
@@ -513,7 +469,7 @@ def _run(plan: StagePlan, sentence: Sentence) -> str:
         if trouble := damage(folder):
             hint = f"Run it first: bloomery run RECIPE --until {name}"
             raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, hint=hint)
-        if trouble := cache.changed(folder, _handed_on(read_manifest(folder))):
+        if trouble := cache.changed(folder, handed_on(read_manifest(folder))):
             hint = f"Remove {folder / MANIFEST} and run the same command again: it makes {name} again."
             raise RunError(f"its input {name} is damaged: {folder / trouble}", where=plan.stage.name, hint=hint)
     _check_outside(plan)
@@ -599,59 +555,6 @@ def seal(plan: StagePlan, stats: Stats, *, seconds: float, resumed: bool) -> Non
         "machine": machine(),
     }
     core_io.write_json(plan.folder / MANIFEST, manifest)
-
-
-def read_manifest(folder: Path) -> StageManifest:
-    """The manifest of a finished stage folder. Raises RunError where there is none, or it cannot be read."""
-    if not (folder / MANIFEST).exists():
-        raise RunError("has no manifest, so it is not done", where=str(folder), hint="Run its recipe again.")
-    fix = "Remove that file and run the recipe again."
-    return read_record(folder / MANIFEST, StageManifest, fix=fix, max_bytes=MAX_MANIFEST_BYTES)
-
-
-def find_manifest(folder: Path) -> StageManifest | None:
-    """The manifest of a stage folder, or None where it is not done or its manifest is damaged (see `damage`)."""
-    try:
-        return read_manifest(folder)
-    except RunError:
-        return None
-
-
-def content_hash(folder: Path) -> str:
-    """sha256 over the names and hashes of what a finished stage hands on: equal for equal content, at any time."""
-    return _hash_of(read_manifest(folder))
-
-
-def _hash_of(manifest: StageManifest) -> str:
-    return core_io.sha256_bytes(core_io.canonical(_handed_on(manifest)))
-
-
-def _handed_on(manifest: StageManifest) -> dict[str, str]:
-    """Name -> sha256 of what a finished stage hands on."""
-    outputs, handed_on = manifest["outputs"], manifest.get("hands_on", "")
-    return {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
-
-
-def damage(folder: Path, *, thorough: bool = False) -> str:
-    """
-    Why a stage folder is not whole, or not made from what its inputs hold, or "". `thorough` compares sha256 too.
-
-    An input that is not there, not done, or has a damaged manifest, tells nothing.
-    """
-    if not (folder / MANIFEST).exists():
-        return NOT_DONE
-    try:
-        manifest = read_manifest(folder)
-    except RunError as error:
-        return f"{MANIFEST} {error.what}"
-    if broken := core_io.find_corruption(folder, manifest["outputs"], thorough=thorough):
-        return broken
-    hashes = manifest.get("input_hashes", {})
-    for name, input_folder in manifest.get("inputs", {}).items():
-        source = find_manifest(folder.parent / input_folder)
-        if source is not None and name in hashes and _hash_of(source) != hashes[name]:
-            return f"its input {name} was made again, with other content"
-    return ""
 
 
 def holder(root: Path) -> int | None:

@@ -10,16 +10,19 @@ Leftovers: an interrupted piece of work leaves a record, with the sha256 of the 
 attempt resumes only if nothing has changed. Otherwise the piece is made again, and a line says why.
 """
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError, RunError, shorten
+from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -158,3 +161,130 @@ def read(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
 
 def _sha256(content: Mapping[str, Any]) -> str:
     return core_io.sha256_bytes(core_io.canonical(content))
+
+
+RECIPE, CURRENT = "recipe.toml", "current.json"
+"""In a run folder: the resolved recipe of the last run; stage -> folder, for that recipe."""
+
+NOT_DONE = "not done"
+"""What `damage` says of a folder that no manifest vouches for."""
+
+STAGE_FOLDER = re.compile(r"[0-9]{2}-(\w+)-[0-9a-f]{8}", re.ASCII)
+"""Number, name and fingerprint of a stage, as `plan_stages` names folders."""
+
+FolderName = Annotated[str, Field(pattern=r"^[0-9]{2}-[0-9A-Za-z_]+-[0-9a-f]{8}$")]
+"""Of a record: the folder of a stage, next to others in its run. It never leads out of the run folder."""
+
+
+class SavedSource(TypedDict, total=False):
+    name: str
+    domain: str | None
+    license: str | None
+
+
+class SavedConfig(TypedDict, total=False):
+    """The settings of a stage, as far as others read them."""
+
+    sources: list[SavedSource]
+    val_fraction: float
+    path: str | None
+
+
+class SavedStats(TypedDict, total=False):
+    """What a stage reported, as far as others read it: the data card of a run, and the data tools."""
+
+    documents: Count
+    rejected: Any
+    by_source: dict[str, dict[str, Any]]
+    reasons: dict[str, Count]
+    mix: dict[str, dict[str, Any]]
+    anneal: dict[str, dict[str, Any]] | None
+
+
+class StageManifest(TypedDict):
+    """What `seal` writes of a finished stage, as far as anything reads it."""
+
+    stage: str
+    version: NotRequired[int]
+    fingerprint: NotRequired[str]
+    inputs: NotRequired[dict[str, FolderName]]
+    input_hashes: NotRequired[dict[str, str]]
+    config: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedConfig))]
+    stats: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedStats))]
+    hands_on: NotRequired[str]
+    outputs: dict[NameInside, ListedFile]
+    seconds: Annotated[float, Field(ge=0)]
+    resumed: bool
+    finished: str
+    versions: NotRequired[dict[str, str | None]]
+    machine: NotRequired[dict[str, Any]]
+
+
+def read_manifest(folder: Path) -> StageManifest:
+    """The manifest of a finished stage folder. Raises RunError where there is none, or it cannot be read."""
+    if not (folder / MANIFEST).exists():
+        raise RunError("has no manifest, so it is not done", where=str(folder), hint="Run its recipe again.")
+    fix = "Remove that file and run the recipe again."
+    return read_record(folder / MANIFEST, StageManifest, fix=fix, max_bytes=MAX_MANIFEST_BYTES)
+
+
+def find_manifest(folder: Path) -> StageManifest | None:
+    """The manifest of a stage folder, or None where it is not done or its manifest is damaged (see `damage`)."""
+    try:
+        return read_manifest(folder)
+    except RunError:
+        return None
+
+
+def content_hash(folder: Path) -> str:
+    """sha256 over the names and hashes of what a finished stage hands on: equal for equal content, at any time."""
+    return _hash_of(read_manifest(folder))
+
+
+def _hash_of(manifest: StageManifest) -> str:
+    return core_io.sha256_bytes(core_io.canonical(handed_on(manifest)))
+
+
+def handed_on(manifest: StageManifest) -> dict[str, str]:
+    """Name -> sha256 of what a finished stage hands on."""
+    outputs, handed_on = manifest["outputs"], manifest.get("hands_on", "")
+    return {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
+
+
+def damage(folder: Path, *, thorough: bool = False) -> str:
+    """
+    Why a stage folder is not whole, or not made from what its inputs hold, or "". `thorough` compares sha256 too.
+
+    An input that is not there, not done, or has a damaged manifest, tells nothing.
+    """
+    if not (folder / MANIFEST).exists():
+        return NOT_DONE
+    try:
+        manifest = read_manifest(folder)
+    except RunError as error:
+        return f"{MANIFEST} {error.what}"
+    if broken := core_io.find_corruption(folder, manifest["outputs"], thorough=thorough):
+        return broken
+    hashes = manifest.get("input_hashes", {})
+    for name, input_folder in manifest.get("inputs", {}).items():
+        source = find_manifest(folder.parent / input_folder)
+        if source is not None and name in hashes and _hash_of(source) != hashes[name]:
+            return f"its input {name} was made again, with other content"
+    return ""
+
+
+def stage_folders(root: Path) -> dict[str, Path]:
+    """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
+    if not os.path.lexists(root / CURRENT):
+        shown = "is no run folder" if root.exists() else "does not exist"
+        hint = "Run folders lie in runs/ and are made by: bloomery run RECIPE"
+        raise RunError(f"{shown} (it has no {CURRENT})", where=str(root), hint=hint)
+    fix = "Remove that file and run its recipe again: what is done stays done."
+    names = read_record(root / CURRENT, dict[str, FolderName], fix=fix)
+    if not names:
+        raise RunError("names no stage", where=str(root / CURRENT), hint=fix)
+    for stage, name in names.items():
+        if (parts := STAGE_FOLDER.fullmatch(name)) is None or parts[1] != stage:
+            what = f"{stage}: {name} is no folder of that stage"
+            raise RunError(what, where=str(root / CURRENT), hint=fix)
+    return {stage: root / name for stage, name in names.items()}

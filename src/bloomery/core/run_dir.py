@@ -1,8 +1,7 @@
 """
 The folder of a run: which stage outputs are current, what is unneeded, and its removal.
 
-A run is a folder. It holds the output folder of each stage, the recipe that made them, and the list of current
-outputs.
+A run is a folder. It holds the output folder of each stage, the recipe that made them, and the list of current outputs.
 
     runs/demo/
       recipe.toml            the resolved recipe of the last run
@@ -12,7 +11,6 @@ outputs.
 """
 
 import errno
-import os
 import re
 import shlex
 import time
@@ -30,18 +28,17 @@ from bloomery.core.config import read_tree
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, last_metrics
-from bloomery.core.pipeline import (
+from bloomery.core.pipeline import holder
+from bloomery.core.records import (
     CURRENT,
     NOT_DONE,
     RECIPE,
     STAGE_FOLDER,
-    FolderName,
     damage,
     find_manifest,
-    holder,
     read_manifest,
+    stage_folders,
 )
-from bloomery.core.records import read_record
 
 TRASH = ".trash"
 SECONDS_IN_TRASH = 24 * 3600
@@ -52,7 +49,7 @@ MOVED_AT = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z)(-[0-9]+)?({re.escape(core_io.P
 MAX_LINKS = 40
 """Of one path, as Linux has it: more are a circle."""
 OUTLIVES = frozenset({"requests.jsonl"})
-"""Files of a folder that later settings still read: answers that were paid for (data/synthesis/budget.py)."""
+"""Files of a folder that later settings still read: answers that were paid for (data/synthesis/generate.py)."""
 
 
 @dataclass(frozen=True)
@@ -108,28 +105,11 @@ class Waste:
     why: str
 
 
-def current(root: Path) -> dict[str, Path]:
-    """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
-    if not os.path.lexists(root / CURRENT):
-        shown = "is no run folder" if root.exists() else "does not exist"
-        hint = "Run folders lie in runs/ and are made by: bloomery run RECIPE"
-        raise RunError(f"{shown} (it has no {CURRENT})", where=str(root), hint=hint)
-    fix = "Remove that file and run its recipe again: what is done stays done."
-    names = read_record(root / CURRENT, dict[str, FolderName], fix=fix)
-    if not names:
-        raise RunError("names no stage", where=str(root / CURRENT), hint=fix)
-    for stage, name in names.items():
-        if (parts := STAGE_FOLDER.fullmatch(name)) is None or parts[1] != stage:
-            what = f"{stage}: {name} is no folder of that stage"
-            raise RunError(what, where=str(root / CURRENT), hint=fix)
-    return {stage: root / name for stage, name in names.items()}
-
-
 def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     """What has become of each stage of a run; `thorough` compares every file with its sha256."""
     stages = []
     recipe = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
-    for stage, folder in current(root).items():
+    for stage, folder in stage_folders(root).items():
         section = recipe.get(stage, {})
         idle = section.get("enabled") is False
         trouble = damage(folder, thorough=thorough)
@@ -176,7 +156,6 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def as_json(state: RunState) -> dict[str, Any]:
-    """The same as JSON data."""
     rows = [{**asdict(stage), "folder": str(stage.folder)} for stage in state.stages]
     return {"run": str(state.root), "done": state.done, "pid": state.pid, "running": state.running, "stages": rows}
 
@@ -192,7 +171,7 @@ def waste(root: Path) -> list[Waste]:
     the sha256 that its manifest lists. What no stage made is left alone, no link is followed, and what a link of a
     current stage leads to stays.
     """
-    folders = current(root)
+    folders = stage_folders(root)
     whole = cache(lambda stage: _is_intact(folders[stage]))
     needed = set[Path]().union(*map(_passed, folders.values()))
     items = []

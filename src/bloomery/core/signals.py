@@ -1,11 +1,10 @@
 """
 Graceful shutdown on SIGTERM and Ctrl-C: the process stops where nothing is lost.
 
-Cluster managers send SIGTERM some seconds before they kill. They often send it more than once, to a process and to
-its whole group. Once there is anything to save, the handler only sets a flag. Before that, Ctrl-C raises at once; a
-second Ctrl-C ends the process. The running code checks the flag between two units of work and leaves its files in
-order. It then exits with 128 + the number of the signal, as a shell would report it: 143, or 130 after
-Ctrl-C.
+Cluster managers send SIGTERM some seconds before they kill. They often send it more than once, to a process and to its
+whole group. Once there is anything to save, the handler only sets a flag. Before that, Ctrl-C raises at once; a second
+Ctrl-C ends the process. The running code checks the flag between two units of work and leaves its files in order. It
+then exits with 128 + the number of the signal, as a shell would report it: 143, or 130 after Ctrl-C.
 """
 
 import os

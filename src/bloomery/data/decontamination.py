@@ -42,8 +42,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
-from bloomery.core.bounds import Between, DiskPath, PositiveLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, DiskPath, PositiveLength
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.extras import for_files, pa, pq
 from bloomery.core.records import AGAIN, Count, read_record
@@ -139,7 +138,6 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _texts(row: Mapping[str, Any], fields: Sequence[str]) -> Iterator[str]:
-    """All texts of a row."""
     row = {name.lower(): value for name, value in row.items()} | dict(row)
     ending = next((row[name] for name in ENDINGS if isinstance(row.get(name), str)), "")
     lettered = takewhile(lambda option: isinstance(option, str | int | float), map(row.get, LETTERS))
@@ -301,7 +299,6 @@ def of_block(texts: Sequence[str]) -> tuple[Hashes, list[int]]:
 
 
 def hashed(texts: Sequence[str]) -> Iterator[Hashes]:
-    """Hashes of the words of each text."""
     for block in batched_by_size(texts, CHARACTERS_PER_BLOCK):
         words, ends = of_block(block)
         for first, last in pairwise([0, *ends]):

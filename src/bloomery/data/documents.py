@@ -207,7 +207,6 @@ def count(folder: Path) -> int:
 
 
 def count_part(path: Path) -> int:
-    """How many documents one file holds."""
     with _whole(path):
         rows: int = pq.read_metadata(path).num_rows
         return rows

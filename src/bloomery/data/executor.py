@@ -13,12 +13,14 @@ them were killed.
 On a Ray cluster the same function runs over the same parts, through Ray Data. Every node sees `out` and the inputs
 under the same paths (a shared file system). The node that processes a part writes its files. The record returns to
 the driver, which writes it. A cluster therefore leaves the same files as a single machine.
+
+`Counts` of a part are in its record, as `to_json` gives them; a stage merges those of all parts.
 """
 
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,8 +35,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from bloomery.core import child, errors, extras
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
-from bloomery.core.bounds import Between
-from bloomery.core.config import VOLATILE, Config
+from bloomery.core.config import VOLATILE, Between, Config
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.extras import DATA, pa
 from bloomery.core.log import progress
@@ -42,12 +43,7 @@ from bloomery.hw.launcher import check_processes, cores
 
 
 def run(
-    address: str | None,
-    workers: int | None,
-    work: Callable[..., Any],
-    config: Any,
-    parts: Sequence[Any],
-    out: Path,
+    address: str | None, workers: int | None, work: Callable[..., Any], config: Any, parts: Sequence[Any], out: Path
 ) -> Iterator[tuple[Any, Any]]:
     """
     Parts with their records, in order of completion.
@@ -155,14 +151,7 @@ Work = Callable[[Any, Part, Path], PartRecord]
 
 
 def run_parts(
-    engine: ExecutorConfig,
-    work: Work,
-    config: Any,
-    parts: Sequence[Part],
-    out: Path,
-    *,
-    what: str,
-    unit: str = "parts",
+    engine: ExecutorConfig, work: Work, config: Any, parts: Sequence[Part], out: Path, *, what: str, unit: str = "parts"
 ) -> list[PartRecord]:
     """
     Do the parts that are not done yet; returns the records of all of them, in the order of `parts`.
@@ -348,3 +337,57 @@ def _answered(work: Work, config: Any, chunk: Part, out: Path) -> dict[str, Any]
 
 def error_facts(error: BloomeryError) -> dict[str, Any]:
     return {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+
+
+def ranked(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Numbers by name, the largest first, equal ones by name."""
+    return dict(sorted(numbers.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+class Counts:
+    """
+    Whole numbers by group and name, such as {"web": {"documents": 3, "kept": 2}}.
+
+    A group is a domain or a source. It has each of `names` from its first count on, also where that stays 0.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._groups: dict[str, Counter[str]] = {}
+
+    def __getitem__(self, group: str) -> Counter[str]:
+        """The numbers of a group; of an unknown group none."""
+        return self._groups.get(group, Counter())
+
+    def add(self, group: str, numbers: Mapping[str, int]) -> None:
+        """Add to the numbers of a group. A number may be negative."""
+        if group not in self._groups:
+            self._groups[group] = Counter(dict.fromkeys(self._names, 0))
+        known = self._groups[group]
+        for name, number in numbers.items():
+            known[name] += number
+
+    def merge(self, by_group: Mapping[str, Mapping[str, int]]) -> None:
+        """Add what `to_json` returned for another part."""
+        for group, numbers in by_group.items():
+            self.add(group, numbers)
+
+    def total(self) -> Counter[str]:
+        whole: Counter[str] = Counter()
+        for numbers in self._groups.values():
+            whole.update(numbers)
+        return whole
+
+    def to_json(self, *, sort_groups: bool = True, by_number: bool = False) -> dict[str, dict[str, int]]:
+        """
+        JSON data: groups by name, or in the order of their first count.
+
+        The names of the constructor come first, in their order, the others by name; or all by number, the largest
+        first.
+        """
+        listed = sorted(self._groups) if sort_groups else self._groups
+        return {group: ranked(self._groups[group]) if by_number else self._ordered(group) for group in listed}
+
+    def _ordered(self, group: str) -> dict[str, int]:
+        numbers = self._groups[group]
+        return {name: numbers[name] for name in (*self._names, *sorted(numbers.keys() - set(self._names)))}

@@ -4,11 +4,9 @@ Numbers, tables, heat maps and charts as HTML and inline SVG, with the style she
 A page uses no scripts and no library, and loads nothing.
 
 All text goes through `tag`, which escapes everything that is not already `Html`. Charts have no fixed size. Their
-layout uses shares of the available width. So letters stay as large as the text around them, on a phone and on
-paper.
+layout uses shares of the available width. So letters stay as large as the text around them, on a phone and on paper.
 
-The helpers for report sections read any value of the data, however odd. A missing value is None, and appears as a
-dash.
+The helpers for report sections read any value of the data, however odd. A missing value is None, and appears as a dash.
 
 A heat map shows a table of numbers by rows and columns. Larger numbers are stronger, in steps of equal ratio.
 
@@ -143,7 +141,6 @@ class Bar:
 
 
 def bar(row: Bar, top: float, grid: Sequence[float] = ()) -> Html:
-    """One bar alone, from 0 to `top`."""
     lines = [tag("line", class_="grid", x1=_share(at, top), x2=_share(at, top), y1="0", y2="100%") for at in grid]
     fill = mark = None
     if row.value is not None:

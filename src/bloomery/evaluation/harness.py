@@ -450,10 +450,7 @@ def ask(
         judge = _chosen if task.kind == "choice" else _continued
         return [replace(one, task=name) for one in judge(items, likelihoods(loaded, items, asked.opening, seen))]
     sampling = SamplingConfig(
-        max_tokens=asked.max_tokens or task.max_tokens,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        stop=task.until,
+        max_tokens=asked.max_tokens or task.max_tokens, temperature=asked.temperature, seed=asked.seed, stop=task.until
     )
     how = Writing(sampling, samples=asked.samples, chat=asked.chat)
     said = write(loaded, items, how, seen)

@@ -455,7 +455,6 @@ class Peer:
         return self.proxies[number]
 
     def fill(self, container: Any, parts: list[Any], values: SharedValues) -> None:
-        """Replace the contents of a container."""
         if isinstance(container, bytearray):
             container[:] = bytes.fromhex(parts[0])
             return
@@ -698,7 +697,6 @@ def run_both(solution: str, missing: list[str]) -> NoReturn:
 
 
 def read_nothing() -> None:
-    """An empty standard input."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

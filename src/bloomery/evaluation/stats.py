@@ -69,7 +69,6 @@ PERCENT = ("acc", "acc_norm", "exact", "flexible", "right", "ended")
 
 
 def shown(metric: str, score: Mapping[str, Any]) -> str:
-    """Value and 95 % interval."""
     if score["value"] is None:
         return "–"
     if metric in PERCENT or metric.startswith("pass@"):

@@ -9,7 +9,8 @@ The table names five kinds of task:
     program     whether the code that the model writes passes its tests (pass@k); runs only where code may run
     prompts     the benchmark prompts of 1386.ai, each with a check of its own
 
-Rows of a task come from a file, a folder, or the Hugging Face hub. Decontamination looks for these very questions.
+Rows of a task come from a file, a folder, or the Hugging Face hub. Decontamination looks for these
+very questions, and so does `dirty`, in the text that a model was trained on.
 
 Prompts and choices are those of lm-evaluation-harness, so that results can be compared. Rows have the format of
 their data sets on the hub, or the format of llm-foundry and DCLM. The latter is {query, choices, gold}, {context,
@@ -43,7 +44,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ from bloomery.core import io as core_io
 from bloomery.core.chat import lone_surrogate
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import decontamination
+from bloomery.data.documents import batched_by_size
 from bloomery.data.sources import download
 from bloomery.data.sources.download import Repository
 from bloomery.evaluation.stats import wilson
@@ -679,7 +681,6 @@ def drawn(name: str, files: TaskFiles, limit: int | None, seed: int) -> tuple[li
 
 
 def files_of(files: TaskFiles) -> list[Path]:
-    """The files of the parts that are there."""
     return [find(_called(name), files.paths, SPLITS, what=name) for name in present(files)[0]]
 
 
@@ -727,3 +728,52 @@ def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
         "missing": missing,
         "parts": parts,
     }
+
+
+CHARACTERS_AT_ONCE = 2**20
+ASKED_FIELDS = ("query", "context_options")
+"""Of the rows that `write_texts` writes."""
+
+
+def write_texts(folder: Path, asked: Mapping[str, Sequence[EvalItem]]) -> tuple[Path, ...]:
+    """Files of what must not be found, one for each task, called as it."""
+    return tuple(_write(folder / f"{name}.jsonl", _lines(items)) for name, items in asked.items())
+
+
+def task_texts(folder: Path, names: Sequence[str], files: TaskFiles) -> tuple[Path, ...]:
+    """The same of whole tasks."""
+    return write_texts(folder, {name: rows(name, files) for name in named(names)})
+
+
+def dirty(asked: Mapping[str, Sequence[EvalItem]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
+    """
+    Rows of the questions that stand somewhere in the texts, by task.
+
+    A question that several tasks ask, as CORE's do, is looked for once, and found in each of them.
+    """
+    rows_by_task: dict[str, set[int]] = {name: set() for name in asked}
+    owners: dict[str, list[tuple[str, int]]] = {}
+    for name, items in asked.items():
+        for item, line in zip(items, _lines(items), strict=True):
+            owners.setdefault(line, []).append((name, item.row))
+    path = _write(scratch / "asked.jsonl", owners)
+    index, by_line = (
+        decontamination.OverlapIndex.of(decontamination.OverlapSettings(files=(path,))),
+        list(owners.values()),
+    )
+    for batch in batched_by_size(texts, CHARACTERS_AT_ONCE):
+        for match in index.find(batch):
+            for name, number in by_line[index.rows[match.row][1] - 1]:
+                rows_by_task[name].add(number)
+    return rows_by_task
+
+
+def _lines(items: Sequence[EvalItem]) -> Iterator[str]:
+    return (json.dumps(row, ensure_ascii=False) for row in as_rows(items))
+
+
+def _write(path: Path, lines: Iterable[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with core_io.whole_file(path, "w") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return path

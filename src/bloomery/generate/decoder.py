@@ -30,9 +30,8 @@ from bloomery.core.errors import ConfigError
 from bloomery.core.log import info
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.model.kernels.cpu import call
-from bloomery.model.layers import LayerNorm, RMSNorm
+from bloomery.model.layers import LayerNorm, RMSNorm, alibi_slopes, rotation
 from bloomery.model.quantize import GROUP, NF4, Int4, Int8, QuantizedLinear, int4_groups
-from bloomery.model.rope import alibi_slopes, rotation
 from bloomery.model.transformer import Block, Transformer
 
 import torch

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw import launcher, specs
+from bloomery.hw import launcher
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.gpus import INTEGRATED
 from bloomery.hw.host import DeviceChoice, Host, fast_bf16, free_bytes, memory_bytes
@@ -316,6 +316,8 @@ def listed_peak(device: Device, devices: int = 1) -> float | None:
     """FLOP/s of that many devices in their compute format, by the spec sheet; None where it lists none."""
     if device.torch_device.type == "cpu":  # its name may contain a GPU's: "… w/ Radeon 8060S"
         return None
+    from bloomery.hw import specs
+
     entry = specs.of_device(device.name, device.memory_bytes)
     peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
     return None if peak is None else devices * peak

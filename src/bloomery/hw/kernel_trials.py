@@ -32,10 +32,8 @@ from bloomery.core import native as core_native
 from bloomery.core.errors import HardwareError
 from bloomery.core.io import canonical, write_json
 from bloomery.core.records import read_record
-from bloomery.hw import torch_install
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import CommandResult, Host, cpu_features
-from bloomery.hw.torch_install import distributions
 
 OWN = "triton"
 """The implementation by kernels of our own, in the words of trials."""
@@ -277,7 +275,9 @@ REPLACEABLE = ("block", FLEX)
 
 def identity(host: Host, vendor: str) -> Mapping[str, object]:
     """What trials on a device of this vendor depend on."""
-    have, packages = torch_install.installed(host), distributions(host)
+    from bloomery.hw import torch_install
+
+    have, packages = torch_install.installed(host), torch_install.distributions(host)
     tritons = [one for name, one in packages.items() if name in ("triton", "triton-rocm", "pytorch-triton-rocm")]
     model = re.search(r"^model name\s*:\s*(.*)$", host.read("proc/cpuinfo") or "", re.MULTILINE)
     features = hashlib.sha256(" ".join(sorted(cpu_features(host))).encode()).hexdigest()[:8]

@@ -20,8 +20,6 @@ import os
 import sys
 
 from bloomery.core import errors
-from bloomery.hw.host import Host
-from bloomery.hw.torch_install import missing
 
 SPINS = 2000
 """GOMP_SPINCOUNT: spins before a waiting thread sleeps. docs/understand/what-failed.md has the cost of other values."""
@@ -33,6 +31,9 @@ TORCH_ADDRESSES = 2**30
 """What torch's libraries and their first computation take: measured 0.8 GiB, without a GPU."""
 
 if importlib.util.find_spec("torch") is None:
+    from bloomery.hw.host import Host
+    from bloomery.hw.torch_install import missing
+
     raise missing(Host.here())
 if "torch" not in sys.modules:
     errors.check_addresses(TORCH_ADDRESSES, "torch")

@@ -32,8 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bloomery.core.bounds import Between, Context
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, Context
 from bloomery.core.errors import DataError
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
-from bloomery.model.attention import Cache, attention, computed_in
+from bloomery.model.attention import AttentionMask, Cache, Mask, attention, computed_in
 from bloomery.model.config import AttentionKind, ModelConfig, Window
-from bloomery.model.layers import NormalizedHead, build_mlp, norm
-from bloomery.model.mask import AttentionMask, Mask
-from bloomery.model.rope import Rotation, alibi_slopes, rotation
+from bloomery.model.layers import NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
 
 import torch
 from torch import Tensor, nn

@@ -33,7 +33,7 @@ from bloomery.model.transformer import on_meta
 from bloomery.serve.constrained import Form, Grammars, TextStream, ToolCall, ToolFormat, ToolText
 from bloomery.tokenizer.chat_template import SHORTER, Renderer, TooLongError
 from bloomery.tokenizer.jinja_template import JinjaRenderer
-from bloomery.weights import card, hf, locate
+from bloomery.weights import hf, locate
 from bloomery.weights.hf import Loaded, LoadFormat
 
 import torch
@@ -761,6 +761,8 @@ def _facts(path: Path) -> tuple[int, dict[str, Any]]:
     The context of a model, 0 for one that cannot be read, and what its files say of it, without its weights. A request
     for a model that cannot be read gets the error.
     """
+    from bloomery.weights import card
+
     try:
         config, rows = hf.config_of(path)
         source = card.provenance(path)

@@ -10,14 +10,14 @@ The shuffle needs no memory: the position of a document is a hash of seed, strea
 
     key(document, epoch) = splitmix64(first 64 bits of sha256(id) xor 64 bits of sha256("seed stream epoch"))
 
-Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are
-found in two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the
-output.
+Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are found in
+two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the output.
 
-Each shard takes its documents from all runs, in the order of their keys, a piece of memory at a time. One kind of
-task sorts what a stream takes of one run. A second kind writes one shard. A third kind writes one file of
-validation documents. Each is a part of its own for the executor, and none depends on anything that the machine
-decides.
+Each shard takes its documents from all runs, in the order of their keys, a piece of memory at a time. One kind of task
+sorts what a stream takes of one run. A second kind writes one shard. A third kind writes one file of validation
+documents. Each is a part of its own for the executor, and none depends on anything that the machine decides.
+
+Conversations are packed into sequences of one length, the longest first, so that little is padding (`write_packed`).
 
 The three steps share one file because each reads the files of the step before it.
 """
@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
-from bloomery.core.config import Config
+from bloomery.core.config import Bytes, Config, DiskPath, Seed, Share
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc
 from bloomery.core.hashing import splitmix64
@@ -116,7 +115,6 @@ def cuts(passes: Callable[[], Iterator[tuple[SortKeys, NDArray[Any]]]], targets:
 
 
 def save(path: Path, table: NDArray[Any]) -> None:
-    """Write an index as an .npy file."""
     with whole_file(path) as file:
         np.save(file, table, allow_pickle=False)
 
@@ -294,7 +292,6 @@ class _Run:
         self.bytes += tokens.nbytes
 
     def write(self, path: Path) -> list[Segment]:
-        """Write PATH.bin and PATH.npy."""
         index = np.concatenate([np.zeros(0, INDEX), *self._index])
         groups = sorted(set(self._groups))
         numbers = {group: number for number, group in enumerate(groups)}
@@ -469,3 +466,98 @@ def held_out_keys(batch: "pa.RecordBatch", seed: int) -> tuple[NDArray[np.uint64
     ids, _ = hashed(batch.column("id").to_pylist())
     sizes = np.asarray(pc.binary_length(batch.column("text")), dtype=np.int64) + 1
     return keys(ids, seed, VAL, 0), sizes
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """
+    Rows of indices whose lengths add up to at most `capacity`; every index in exactly one row.
+
+    Longest first, each into the first row that still takes it (Johnson 1973: at most 11/9 of the best number of rows,
+    plus 6/9). Ties go by index, so equal inputs give equal rows. Raises ValueError for a length over capacity.
+
+    A tree over the rows holds the largest room below each of its nodes, so that n lengths take n log n steps.
+    """
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)  # node n has the children 2n and 2n + 1; the rows are the last `leaves` nodes
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"length {length} does not fit into a row of {capacity}")
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < length)
+        if node - leaves == len(rows):
+            rows.append([])
+        rows[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows
+
+
+@runtime_checkable
+class Line(Protocol):
+    """A conversation as token IDs, with a mask of those in the loss."""
+
+    @property
+    def ids(self) -> Any: ...
+
+    @property
+    def mask(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    rows: list[list[int]]
+    """Which groups stand in each row, in order."""
+    tokens: int
+    """Without padding."""
+    supervised: int
+
+    def full(self, sequence_length: int) -> float:
+        """Share of the rows that is not padding."""
+        return round(self.tokens / max(len(self.rows) * sequence_length, 1), 4)
+
+
+def write_packed(
+    path: Path,
+    groups: Sequence[Sequence[Line]],
+    *,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    facts: Mapping[str, Any],
+    longest_padding: int | None = None,
+) -> PackedRows:
+    """
+    Pack groups, whose lines stay together in their order, into rows; pad these, and write them. Padding belongs to the
+    last line of its row, and with `longest_padding` to pieces of its own, of no more tokens than that.
+    """
+    packed = first_fit_decreasing([sum(len(line.ids) for line in group) for group in groups], sequence_length)
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    tokens = np.full((len(packed), sequence_length), tokenizer.fill_id, dtype=kind)
+    mask = np.zeros((len(packed), sequence_length), dtype=np.uint8)
+    starts: list[int] = []
+    filled = 0
+    for row, indices in enumerate(packed):
+        position = 0
+        for line in (line for index in indices for line in groups[index]):
+            starts.append(row * sequence_length + position)
+            tokens[row, position : position + len(line.ids)] = line.ids
+            mask[row, position : position + len(line.ids)] = line.mask
+            position += len(line.ids)
+        filled += position
+        if longest_padding is not None:
+            starts += [row * sequence_length + at for at in range(position, sequence_length, longest_padding)]
+    format.write(
+        path,
+        tokens.reshape(-1),
+        mask=mask.reshape(-1),
+        vocab_size=tokenizer.vocab_size,
+        starts=starts,
+        tokenizer_hash=tokenizer.hash,
+        layout="rows",
+        facts={"document_id": tokenizer.document_id, "row_tokens": sequence_length, **facts},
+    )
+    return PackedRows(packed, filled, int(mask.sum()))

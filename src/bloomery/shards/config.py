@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Between, DiskPath, InnerShare, TokenCount, Weight
-from bloomery.core.config import Config, repeated
+from bloomery.core.config import Between, Config, DiskPath, InnerShare, TokenCount, Weight, repeated
 from bloomery.core.errors import DataError
 
 

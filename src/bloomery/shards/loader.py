@@ -146,7 +146,6 @@ class PackedDataset:
         return sample_positions(first, count, self.num_samples, seed)
 
     def batch(self, numbers: NDArray[np.int64]) -> Batch:
-        """The samples with these numbers, as one batch."""
         rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
         learned = np.ones_like(rows, dtype=bool)
         opens = np.zeros((len(numbers), self.length), dtype=bool)
@@ -206,7 +205,6 @@ class AnnealedDataset:
         return np.concatenate([main, last + self.num_samples])
 
     def batch(self, numbers: NDArray[np.int64]) -> Batch:
-        """The samples with these numbers, as one batch."""
         others = numbers >= self.num_samples
         if not others.any():
             return self.main.batch(numbers)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from bloomery.core import config, pipeline, run_dir
+from bloomery.core import config, pipeline, records
 from bloomery.core import io as core_io
 from bloomery.core.config import Config, Override
 from bloomery.core.errors import ConfigError, DataError, RunError
@@ -106,10 +106,7 @@ TOOLS = {
     "filter": Tool("filter", (READ, _on_inputs("filter", "fetch"))),
     "dedup": Tool("dedup", (READ, _on_inputs("dedup", "fetch"))),
     "decontaminate": Tool("decontaminate", (READ, DECONTAMINATE)),
-    "tokenize": Tool(
-        "shard",
-        (READ, _on_inputs("tokenizer", "fetch"), _on_inputs("shard", "fetch", "tokenizer")),
-    ),
+    "tokenize": Tool("shard", (READ, _on_inputs("tokenizer", "fetch"), _on_inputs("shard", "fetch", "tokenizer"))),
 }
 
 
@@ -165,7 +162,6 @@ def _read_result(path: Path) -> SavedToolResult:
 
 
 def _without_outputs(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is to tell of a result."""
     return {name: value for name, value in result.items() if name != "outputs"}
 
 
@@ -202,10 +198,10 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
 
 def _tokenizer_of(path: Path) -> Path:
     """A tokenizer, or that of a run. Raises RunError for a run that has none yet."""
-    if not (path / pipeline.CURRENT).is_file():
+    if not (path / records.CURRENT).is_file():
         return path
-    folder = run_dir.current(path).get("tokenizer")
-    if folder is None or pipeline.find_manifest(folder) is None:
+    folder = records.stage_folders(path).get("tokenizer")
+    if folder is None or records.find_manifest(folder) is None:
         raise RunError("has no finished tokenizer", where=str(path), hint="bloomery run RECIPE --until tokenizer")
     return folder
 
@@ -255,7 +251,7 @@ def _check_that_nothing_is_lost(out: Path) -> None:
 def _check_whole(plans: Sequence[StagePlan], became: Mapping[str, str]) -> None:
     """Raises RunError where a stage that an earlier attempt has finished is damaged: its files would be handed over."""
     for plan in plans:
-        if became[plan.stage.name] == "fresh" and (trouble := pipeline.damage(plan.folder, thorough=True)):
+        if became[plan.stage.name] == "fresh" and (trouble := records.damage(plan.folder, thorough=True)):
             hint = f"Remove {plan.folder / core_io.MANIFEST}, and run the same command again."
             raise RunError(f"is damaged: {trouble}", where=str(plan.folder), hint=hint)
 
@@ -263,8 +259,8 @@ def _check_whole(plans: Sequence[StagePlan], became: Mapping[str, str]) -> None:
 def _delivered(asked: DataCommand, plans: Sequence[StagePlan], out: Path, seconds: float) -> dict[str, Any]:
     """Put the results of the stages into OUT, count them, and write result.json."""
     first, last = plans[0].folder, plans[-1].folder
-    stats = pipeline.read_manifest(last)["stats"]
-    read = pipeline.read_manifest(first)["stats"]
+    stats = records.read_manifest(last)["stats"]
+    read = records.read_manifest(first)["stats"]
     for stale in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE):  # of an attempt that died right here
         core_io.remove_path(out / stale)
     reasons = _gathered([*_dropped_parts(first), *_dropped_parts(last)], out / DROPPED)
@@ -299,7 +295,6 @@ def _delivered(asked: DataCommand, plans: Sequence[StagePlan], out: Path, second
 
 
 def _outputs(out: Path) -> list[str]:
-    """The names of all files that a tool hands over."""
     handed_over = [out / name for name in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE) if (out / name).exists()]
     paths = (path for top in handed_over for path in ([top] if top.is_file() else sorted(top.rglob("*"))))
     return [path.relative_to(out).as_posix() for path in paths if path.is_file()]

@@ -14,7 +14,7 @@ from bloomery.data import decontamination, documents
 from bloomery.data.decontamination import Sought
 from bloomery.data.dedup.minhash import Corpus
 from bloomery.data.executor import ExecutorConfig, Part, PartRecord, check_workers, run_parts
-from bloomery.evaluation import contamination, tasks
+from bloomery.evaluation import tasks
 from bloomery.stages.config import Decontaminate
 
 HITS = "hits.parquet"
@@ -51,14 +51,10 @@ def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Executor
 
 def sought(config: Sought, scratch: Path) -> decontamination.OverlapSettings:
     """What is looked for: the files as they are, and the tasks' questions as a model is asked them."""
-    asked = (
-        contamination.written(scratch, config.tasks, tasks.task_files(config.tasks, config.data))
-        if config.tasks
-        else ()
-    )
+    asked = tasks.task_texts(scratch, config.tasks, tasks.task_files(config.tasks, config.data)) if config.tasks else ()
     return decontamination.OverlapSettings(
         files=(*config.files, *asked),
-        fields=(*config.fields, *contamination.FIELDS) if config.fields and asked else config.fields,
+        fields=(*config.fields, *tasks.ASKED_FIELDS) if config.fields and asked else config.fields,
         ngram_words=config.ngram_words,
         min_question_words=config.min_question_words,
     )

@@ -14,11 +14,10 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc, pq
 from bloomery.data import documents
-from bloomery.data.counts import Counts
 from bloomery.data.dedup import dedup
 from bloomery.data.dedup.dedup import CLUSTERS, Deduplicator, fitting
 from bloomery.data.dedup.minhash import Corpus, DedupSettings
-from bloomery.data.executor import Part, PartRecord, check_workers, run_parts
+from bloomery.data.executor import Counts, Part, PartRecord, check_workers, run_parts
 from bloomery.hw.host import Host, free_bytes
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
@@ -204,7 +203,6 @@ def _tally(by_domain: Counts, batch: "pa.RecordBatch", by_folder: Mapping[str, A
 
 
 def _told(records: list[PartRecord]) -> dict[str, Any]:
-    """The counts of all parts together."""
     by_domain, reasons = Counts(*COUNTED), Counter(exact=0, near=0)
     for record in records:
         reasons.update(record["reasons"])

@@ -13,13 +13,13 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import progress
-from bloomery.core.pipeline import machine, read_manifest, versions
+from bloomery.core.pipeline import machine, versions
+from bloomery.core.records import read_manifest
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import is_held_out
-from bloomery.evaluation import contamination, harness, held_out, tasks
+from bloomery.evaluation import harness, held_out, tasks
 from bloomery.evaluation.harness import EvalRequest, QuestionResult
-from bloomery.evaluation.held_out import JudgedAnswer
-from bloomery.evaluation.perplexity import Compression, measure
+from bloomery.evaluation.held_out import Compression, JudgedAnswer, measure
 from bloomery.evaluation.report import render
 from bloomery.evaluation.stats import wilson
 from bloomery.generate.engine import Engine
@@ -115,7 +115,7 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         parts = harness.evaluate_core(tuned, asked)
         questions |= harness.core_questions(asked)
     with tempfile.TemporaryDirectory() as scratch:
-        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch))
+        dirty = tasks.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch))
     harness.save(out / "tasks.jsonl", by_task | parts, dirty)
     stats: dict[str, Any] = {
         "tasks": {name: harness.scores(name, results, dirty[name]) for name, results in by_task.items()}

@@ -23,9 +23,8 @@ from bloomery.core.extras import pa, pq
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
 from bloomery.data import executor
-from bloomery.data.counts import Counts
 from bloomery.data.documents import DocumentRow, Rolling
-from bloomery.data.executor import Part, PartRecord
+from bloomery.data.executor import Counts, Part, PartRecord
 from bloomery.data.readers import read
 from bloomery.data.readers.bytes import ByteSpan
 from bloomery.data.readers.read import SourceChunk
@@ -161,11 +160,9 @@ class _Taken:
     """Whether a limit is reached."""
 
     def count(self, key: str) -> int:
-        """Sum of a number over all parts."""
         return sum(record[key] for record in self.records)
 
     def tally(self, key: str) -> dict[str, int]:
-        """Sums of counts by name over all parts."""
         return _most(sum((Counter(record[key]) for record in self.records), Counter()))
 
     @cached_property
@@ -174,7 +171,6 @@ class _Taken:
 
     @property
     def todo(self) -> list[Part]:
-        """The parts of this round."""
         return self.parts[len(self.records) :]
 
     def wants_more(self) -> bool:

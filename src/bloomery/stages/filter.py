@@ -9,8 +9,7 @@ from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
-from bloomery.data.counts import Counts, ranked
-from bloomery.data.executor import Part, check_workers, run_parts
+from bloomery.data.executor import Counts, Part, check_workers, ranked, run_parts
 from bloomery.data.filters.apply import DocumentColumns, Verdicts, judge
 from bloomery.data.quality import thresholds
 from bloomery.data.quality.thresholds import Thresholds, ThresholdStats
@@ -171,7 +170,6 @@ def _limit(
 
 
 def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of all parts together."""
     tallies, cuts = _tallies(), ThresholdStats()
     for record in records:
         cuts.add(record["scores"])
@@ -184,16 +182,13 @@ def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reasons": ranked(reasons.total()),
         "masked": ranked(masked.total()),
         "by_domain": {
-            domain: numbers | {"pass_rate": _pass_rate(numbers)} for domain, numbers in documents.to_json().items()
+            domain: numbers | {"pass_rate": round(numbers["kept"] / numbers["documents"], 4)}
+            for domain, numbers in documents.to_json().items()
         },
         "reasons_by_domain": reasons.to_json(by_number=True),
         "masked_by_domain": masked.to_json(by_number=True),
         "scores": cuts.record(),
     }
-
-
-def _pass_rate(counts: Mapping[str, int]) -> float:
-    return round(counts["kept"] / counts["documents"], 4)
 
 
 def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:

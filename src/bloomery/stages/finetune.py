@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.core.errors import DataError
-from bloomery.core.pipeline import content_hash
+from bloomery.core.records import content_hash
 from bloomery.hw import device as devices
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World

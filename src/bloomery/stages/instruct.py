@@ -25,15 +25,15 @@ from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import info, progress
 from bloomery.core.pipeline import resolve
 from bloomery.data.chat import filters, readers
-from bloomery.data.chat.config import SYNTHESIZE, ChatFiles
 from bloomery.data.chat.filters import ChatFilter, DecontaminateChats, DroppedConversation
-from bloomery.data.chat.messages import Conversation, RejectedRow
-from bloomery.data.counts import Counts
+from bloomery.data.chat.formats import Conversation, RejectedRow
+from bloomery.data.chat.readers import SYNTHESIZE, ChatFiles
 from bloomery.data.documents import is_held_out
+from bloomery.data.executor import Counts
 from bloomery.data.readers.bytes import ReadError
 from bloomery.evaluation import charts
 from bloomery.evaluation.report import page
-from bloomery.shards import format, packing
+from bloomery.shards import build, format
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct, start_digest
 from bloomery.tokenizer.chat_template import TEMPLATES, ChatRenderer, Rendered, Renderer, special_tokens
@@ -211,12 +211,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     rows = {
         split: write_rows(out, split, some, renderer, config.sequence_length) for split, some in sorter.kept.items()
     }
-    stats = {
-        **sorter.counts(),
-        "template": renderer.hash,
-        "tokenizer": renderer.tokenizer.hash,
-        **rows,
-    }
+    stats = {**sorter.counts(), "template": renderer.hash, "tokenizer": renderer.tokenizer.hash, **rows}
     page = write(out, stats, sorter.kept, renderer, config)
     info(summary(stats, page))
     return stats
@@ -366,7 +361,6 @@ def gone(name: str, reasons: Counter[str], file: Path) -> str:
 
 
 def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
-    """A line of JSON."""
     text = json.dumps(line, ensure_ascii=False, default=str)
     # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
     file.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
@@ -404,7 +398,7 @@ def write_rows(
     sequence_length: int,
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
-    packed = packing.write(
+    packed = build.write_packed(
         out / f"{split}-00000",
         [[talk] for talk in talks],
         tokenizer=renderer.tokenizer,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy
 
-from bloomery.core import cache, pipeline
+from bloomery.core import cache, pipeline, records
 from bloomery.core.config import nested, paths, plain
 from bloomery.core.errors import ConfigError
 from bloomery.core.io import MANIFEST, whole_file
@@ -25,8 +25,8 @@ from bloomery.core.log import about, wrapped
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
 from bloomery.data.chat import readers
-from bloomery.data.chat.config import ChatFiles, ChatSourceConfig, ToyChats
-from bloomery.data.chat.messages import Conversation
+from bloomery.data.chat.formats import Conversation
+from bloomery.data.chat.readers import ChatFiles, ChatSourceConfig, ToyChats
 from bloomery.data.sources import http_client, stdlib
 from bloomery.data.sources.local import WORLD_BYTES, StandardLibrary, Worlds
 from bloomery.data.sources.remote import Reach
@@ -188,7 +188,7 @@ def steps_of(recipe: Any, laid: Mapping[str, Laid]) -> tuple[Finetune, StepCount
     config, length = recipe.finetune, recipe.instruct.sequence_length
     rows_per_step = memory.rows_per_step(config, length - 1)
     if laid["instruct"].fresh:
-        rows = int(pipeline.read_manifest(laid["instruct"].folder)["stats"]["train"]["rows"])
+        rows = int(records.read_manifest(laid["instruct"].folder)["stats"]["train"]["rows"])
         steps = config.of_length(rows, rows_per_step)
         return steps, StepCount(origin="packed", note=f"{steps.steps:,} steps: {config.epochs:g} x {rows:,} sequences")
     sizes = [_bytes(source) for source in recipe.instruct.read]
@@ -407,7 +407,7 @@ def why(stage_plan: Laid) -> str:
     """Why a stage is up to date, or would run."""
     if stage_plan.unseen:
         return f"unknown: {stage_plan.unseen}"
-    problem = pipeline.damage(stage_plan.folder)
+    problem = records.damage(stage_plan.folder)
     if not problem:
         return "done with these settings and inputs"
     if stage_plan.folder.exists():
@@ -417,7 +417,7 @@ def why(stage_plan: Laid) -> str:
     if not others:
         return "never done"
     newest = max(others, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
-    before, now = pipeline.read_manifest(newest)["config"], plain(stage_plan.config)
+    before, now = records.read_manifest(newest)["config"], plain(stage_plan.config)
     fixed = plain(stage_plan.config, stable_only=True)
     changed = [key for key in fixed if before.get(key) != now[key]]
     return f"{', '.join(changed) or 'what it is made from'} changed since {newest.name}"
@@ -541,7 +541,6 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
 
 
 def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
-    """As JSON data."""
     return {"recipe": recipe, "fits": plan.fits, "runs": False, "why_not": NOT_TRAINED, "finetune": plan.facts()}
 
 
@@ -627,10 +626,7 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
                 tag("div", *(_device(plan, *at) for at in devices), class_="cards"),
             ],
         ),
-        "tensors": (
-            "Tensors",
-            [charts.table(("tensor", "shape", "on a device", "placement", "bytes"), tensors)],
-        ),
+        "tensors": ("Tensors", [charts.table(("tensor", "shape", "on a device", "placement", "bytes"), tensors)]),
     }
     contents = [tag("li", tag("a", title, href=f"#{anchor}")) for anchor, (title, _) in sections.items()]
     head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')

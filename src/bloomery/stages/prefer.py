@@ -26,21 +26,20 @@ from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
 from bloomery.core.io import whole_file
 from bloomery.core.log import info, progress
-from bloomery.core.pipeline import content_hash
-from bloomery.core.records import read_lines, read_record
+from bloomery.core.records import content_hash, read_lines, read_record
 from bloomery.core.signals import StopRequest
 from bloomery.data.chat import preferences
-from bloomery.data.chat.messages import Messages, RejectedRow
+from bloomery.data.chat.formats import Messages, RejectedRow
 from bloomery.data.chat.preferences import ArithmeticProblem, JudgedRow
-from bloomery.data.counts import Counts
 from bloomery.data.documents import is_held_out
+from bloomery.data.executor import Counts
 from bloomery.data.readers.bytes import ReadError
 from bloomery.evaluation.harness import last_number, marked_number
 from bloomery.hw import device as devices
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora
-from bloomery.shards import packing
+from bloomery.shards import build
 from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.finetune import base_dtype, in_known_format
@@ -52,14 +51,7 @@ from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
-from bloomery.train.preference.losses import (
-    CHOSEN,
-    REJECTED,
-    GRPOLoss,
-    PairTable,
-    PreferenceLoss,
-    reference_of,
-)
+from bloomery.train.preference.losses import CHOSEN, REJECTED, GRPOLoss, PairTable, PreferenceLoss, reference_of
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
@@ -235,7 +227,7 @@ def _write(
     renderer: ChatRenderer, context: int, folder: Path, split: PreferenceSplit, pairs: Sequence[AnswerPair]
 ) -> dict[str, Any]:
     sequence_length = 2 * context + 1
-    packed = packing.write(
+    packed = build.write_packed(
         folder / f"{split}-00000",
         pairs,
         tokenizer=renderer.tokenizer,
@@ -466,10 +458,7 @@ def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World)
 def _common(config: Prefer, start: Loaded, base: str, out: Path, world: World) -> dict[str, Any]:
     """What runs of both kinds have. `base` is the content hash of what the model was made by."""
     lineage = Lineage(
-        tokenizer=start.tokenizer.hash,
-        template=start.renderer.hash,
-        shards=str(prepared(out)["hash"]),
-        base=base,
+        tokenizer=start.tokenizer.hash, template=start.renderer.hash, shards=str(prepared(out)["hash"]), base=base
     )
     model_saver: ModelSaver = FullModelSaver(start.model, start.language, lineage)
     if config.lora is not None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, UnreachableError
-from bloomery.core.pipeline import content_hash
+from bloomery.core.records import content_hash
 from bloomery.evaluation.llmc_choices import MultipleChoiceEval
 from bloomery.hw import device as devices
 from bloomery.hw import launcher

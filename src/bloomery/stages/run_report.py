@@ -16,22 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import io as core_io
-from bloomery.core import pipeline, run_dir
+from bloomery.core import pipeline, records, run_dir
 from bloomery.core.config import nested
 from bloomery.core.errors import ConfigError
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
-from bloomery.core.pipeline import (
-    Stage,
-    StagePlan,
-    content_hash,
-    find_manifest,
-    machine,
-    read_manifest,
-    resolve,
-    versions,
-)
-from bloomery.core.records import read_record
+from bloomery.core.pipeline import Stage, StagePlan, machine, resolve, versions
+from bloomery.core.records import content_hash, find_manifest, read_manifest, read_record
 from bloomery.data import documents
 from bloomery.evaluation.report import before_evaluation, render
 from bloomery.hw import launcher
@@ -108,7 +99,7 @@ def run_recipe(
 
 def write_page(root: Path) -> Path | None:
     """Write the page into a run folder; returns it, or None where nothing was fetched and nothing trained yet."""
-    every = run_dir.current(root)
+    every = records.stage_folders(root)
     folders = {name: folder for name, folder in every.items() if find_manifest(folder) is not None}
     begun = {name: folder for name, folder in every.items() if (folder / METRICS).is_file()}
     if "fetch" not in folders and not begun:
@@ -178,7 +169,7 @@ COUNTS = ("documents", "kept", "dropped", "removed", "rejected")
 
 def write_card(root: Path) -> Path | None:
     """Write both files into a run folder; returns the Markdown, or None where nothing was fetched yet."""
-    folders = {name: folder for name, folder in run_dir.current(root).items() if name in ON_CARD}
+    folders = {name: folder for name, folder in records.stage_folders(root).items() if name in ON_CARD}
     done = {name: found for name, folder in folders.items() if (found := find_manifest(folder)) is not None}
     if "fetch" not in done:
         return None
@@ -231,7 +222,6 @@ def _source(config: Mapping[str, Any], counts: Mapping[str, Any]) -> dict[str, A
 
 
 def markdown(card: Mapping[str, Any]) -> str:
-    """The card for people."""
     lines = [f"# Data of {card['run']}", "", "## Sources", ""]
     header = ("source", "domain", "license", "documents", "bytes", "rejected")
     rows = [

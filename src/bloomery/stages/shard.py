@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.core.log import info
-from bloomery.core.pipeline import read_manifest
+from bloomery.core.records import read_manifest
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import CUT, LARGEST_SHARE
 from bloomery.data.executor import RECORDS, Part, check_workers, run_parts
@@ -111,10 +111,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         )
     budget = worker_bytes(config)
     encoding = Encoding(
-        tokenizer=inputs["tokenizer"],
-        val_fraction=config.val_fraction,
-        seed=config.seed,
-        run_bytes=budget // 4,
+        tokenizer=inputs["tokenizer"], val_fraction=config.val_fraction, seed=config.seed, run_bytes=budget // 4
     )
     files = data_documents.parts(data_documents.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
@@ -158,7 +155,6 @@ def external_inputs(config: Shard) -> str:
 
 
 def worker_bytes(config: Shard) -> int:
-    """Memory for the data of one worker."""
     return config.memory_bytes // (config.engine.workers or cores())
 
 

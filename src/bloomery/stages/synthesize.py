@@ -21,12 +21,10 @@ from bloomery.core.log import ProgressMeter, info, progress
 from bloomery.data import documents
 from bloomery.data.sources import http_client
 from bloomery.data.sources.http_client import PassingError, RefusedError
-from bloomery.data.synthesis import client, generate
 from bloomery.data.synthesis import config as synthesis_config
-from bloomery.data.synthesis.budget import Budget
-from bloomery.data.synthesis.client import Ask, UnknownError
+from bloomery.data.synthesis import generate
 from bloomery.data.synthesis.config import ConversationTask, Synthesize
-from bloomery.data.synthesis.generate import NewConversations, TaskOutcome
+from bloomery.data.synthesis.generate import Ask, Budget, NewConversations, TaskOutcome, UnknownError
 from bloomery.stages.instruct import write_line
 
 VERSION = 2
@@ -47,7 +45,7 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
         with whole_file(out / FILE):
             pass
         return {"enabled": False, "conversations": 0}
-    ask = client.asker(config)
+    ask = generate.asker(config)
     with closing(Budget(out, config)) as ledger:
         collection = _Collection(config, ask, ledger)
         with progress("synthesize", "conversations", config.count) as meter:
@@ -228,7 +226,7 @@ class _Collection:
             raise
         except (PassingError, RefusedError) as error:
             if isinstance(error, RefusedError) and error.status in OF_ONE_QUESTION and self.ledger.served:
-                self.ledger.answered(name, client.not_taken(str(error)))
+                self.ledger.answered(name, generate.not_taken(str(error)))
                 return
             self.ledger.not_served(name, str(error))
             raise

@@ -27,8 +27,8 @@ from bloomery.core import log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
-from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
-from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
+from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
+from bloomery.core.records import MAX_MANIFEST_BYTES, RECIPE, find_manifest, read_record
 from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, memory_bytes
@@ -88,9 +88,7 @@ def machine(host: Host) -> str:
 
 
 def expected(due: Sequence[StagePlan]) -> float:
-    """
-    Seconds that stages took when they ran last with other settings, scaled by their steps; 0 where one never ran.
-    """
+    """Seconds that stages took when they ran last with other settings, scaled by their steps; 0 where one never ran."""
     total = 0.0
     for plan in due:
         if plan.config.is_idle():
@@ -337,7 +335,6 @@ def status_text(states: Sequence[RunState], *, each: bool) -> Text:
 
 
 def run_line(state: RunState) -> tuple[str, str, str]:
-    """A run on a line."""
     kind = "damaged" if state.damaged else "done" if state.done else "runs" if state.pid else "begun"
     return *MARKS[kind], f"{state.root}: {summary(state)}"
 
@@ -539,7 +536,7 @@ class TerminalChat:
                 what = "message does" if answer.dropped == 1 else "messages do"
                 log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
             self._dropped = answer.dropped
-            for piece in print_pieces(answer.texts):
+            for piece in log.print_pieces(answer.texts):
                 said.append(piece)
         except KeyboardInterrupt:
             print(" (stopped)")
@@ -638,11 +635,3 @@ def read_message(lines: list[str]) -> str | None:
     except EOFError:
         return "\n".join(lines) if lines else None
     return "\n".join([*lines, line])
-
-
-def print_pieces(texts: Iterator[str]) -> Iterator[str]:
-    """Print an answer as it is made, and hand on its pieces."""
-    for text in texts:
-        print(text, end="", flush=True)
-        yield text
-    print()

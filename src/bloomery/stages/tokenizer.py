@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.io import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import info
@@ -13,14 +13,12 @@ from bloomery.core.pipeline import resolve
 from bloomery.data import documents
 from bloomery.data.documents import CUT, LARGEST_SHARE, is_held_out
 from bloomery.stages.config import check_named_paths
-from bloomery.tokenizer import chat_template, importers, stats
-from bloomery.tokenizer import train as tokenizer_train
+from bloomery.tokenizer import chat_template, importers, train
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
 from bloomery.tokenizer.fast_encode import Encoder
-from bloomery.tokenizer.stats import Sample
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import Sample
 
 VERSION = 2
 preflight = check_named_paths
@@ -73,17 +71,17 @@ def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     tokenizer.save(out)
     encoder = Encoder(tokenizer)
     others = unseen.texts()
-    counts = stats.used(tokenizer, encoder, texts)
+    counts = train.used(tokenizer, encoder, texts)
     return {
         "kind": config.kind,
         "vocab_size": tokenizer.vocab_size,
         "hash": tokenizer.hash,
         "special": _special(tokenizer, config),
         "sample": {domain: _taken(seen, domain, some) for domain, some in texts.items()},
-        "bytes_per_token": stats.bytes_per_token(texts, counts),
-        "bytes_per_token_unseen": stats.bytes_per_token(others, stats.used(tokenizer, encoder, others)),
-        "fertility": stats.fertility(encoder, texts, config.languages),
-        "unused_tokens": stats.unused(tokenizer, counts),
+        "bytes_per_token": train.bytes_per_token(texts, counts),
+        "bytes_per_token_unseen": train.bytes_per_token(others, train.used(tokenizer, encoder, others)),
+        "fertility": train.fertility(encoder, texts, config.languages),
+        "unused_tokens": train.unused(tokenizer, counts),
         "gpt2": _compared(config.gpt2, others or texts),
         **encoder.facts(),
     }
@@ -116,11 +114,11 @@ def _made(config: AnyKind, texts: Texts) -> Tokenizer:
     every = (text for some in texts.values() for text in some)
     match config:
         case ByteBpe():
-            tokenizer = train(
+            tokenizer = train.train_byte_level(
                 every, config.vocab_size, config.pattern, chat_template.special_tokens(config.chat_template)
             )
         case SentencePiece():
-            tokenizer = tokenizer_train.train_sentencepiece(every, config)
+            tokenizer = train.train_sentencepiece(every, config)
         case Imported():
             tokenizer = _imported(config)
     Renderer(tokenizer, chat_template.TEMPLATES[config.chat_template])  # else the error would come after pretraining
@@ -162,5 +160,5 @@ def _compared(folder: Path | None, texts: Texts) -> dict[str, Any]:
         if folder is None or not folder.is_dir():
             return {"compared": False, "because": "tokenizer.gpt2 names no folder with its vocab.bpe and encoder.json"}
     theirs = importers.load(folder)
-    counts = stats.used(theirs, Encoder(theirs), texts)
-    return {"compared": True, "bytes_per_token": stats.bytes_per_token(texts, counts)}
+    counts = train.used(theirs, Encoder(theirs), texts)
+    return {"compared": True, "bytes_per_token": train.bytes_per_token(texts, counts)}

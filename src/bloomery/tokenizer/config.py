@@ -1,15 +1,12 @@
-"""
-The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import.
-"""
+"""The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from bloomery.core.bounds import Between, Bytes, DiskPath, Weight
 from bloomery.core.chat import TemplateName
-from bloomery.core.config import Config, repeated
+from bloomery.core.config import Between, Bytes, Config, DiskPath, Weight, repeated
 from bloomery.core.extras import DATA
 from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import MAX_IDS, PatternName

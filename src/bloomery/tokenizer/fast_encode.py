@@ -22,10 +22,9 @@ a piece are joined first. Helper tokens stand for the beginnings of the characte
 bytes and helpers remain, and a helper becomes its bytes at the end. A text is split before each run of spaces,
 which no piece crosses from the left, and around symbols.
 
-Some merges have parts that rank after their result. They never happen if the other merges alone turn the text of
-every piece into that piece. Once the rank of a piece is passed, its text never stands as two parts again (the proof
-above). Each piece then has only one derivation. It does not matter that `tokenizers` ranks derivations and
-`tiktoken` does not.
+Some merges have parts that rank after their result. They never happen if the other merges alone turn the text of every
+piece into that piece. Once the rank of a piece is passed, its text never stands as two parts again (the proof above).
+Each piece then has only one derivation. It does not matter that `tokenizers` ranks derivations and `tiktoken` does not.
 """
 
 import re

@@ -7,11 +7,10 @@ Special tokens that chats need and the tokenizer lacks (`SPECIAL` in tokenizer/t
 the imported ones. Imported special tokens keep their token IDs, but no text becomes a special token any more. A
 tokenizer that cannot be read with the same token IDs is refused, with the reason.
 
-SentencePiece joins the two neighbors whose joined text is the piece of the highest score, the leftmost of equals.
-Here that becomes a list of merges. For every piece, best score first, it holds each pair of pieces that the piece
-splits into. A text is one word, its spaces are written as U+2581, and a character without a piece becomes its
-bytes. A `.model` is a protocol buffer (sentencepiece_model.proto). The few fields that matter are read without the
-package.
+SentencePiece joins the two neighbors whose joined text is the piece of the highest score, the leftmost of equals. Here
+that becomes a list of merges. For every piece, best score first, it holds each pair of pieces that the piece splits
+into. A text is one word, its spaces are written as U+2581, and a character without a piece becomes its bytes. A
+`.model` is a protocol buffer (sentencepiece_model.proto). The few fields that matter are read without the package.
 
 A tokenizer in the file of llm.c can decode and nothing else:
 

@@ -38,8 +38,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
-from bloomery.model.attention import Attention
-from bloomery.model.mask import AttentionMask
+from bloomery.model.attention import Attention, AttentionMask
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
 from bloomery.train import fsdp

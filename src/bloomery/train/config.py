@@ -6,8 +6,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.bounds import Between, Context, DiskPath, Seed, Share, Steps, StepsOrNone
-from bloomery.core.config import VOLATILE, Config, build, plain
+from bloomery.core.config import (
+    VOLATILE,
+    Between,
+    Config,
+    Context,
+    DiskPath,
+    Seed,
+    Share,
+    Steps,
+    StepsOrNone,
+    build,
+    plain,
+)
 from bloomery.hw.host import DeviceChoice
 from bloomery.model.config import PRESETS, Base, Lora, RopeScaling
 

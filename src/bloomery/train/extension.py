@@ -19,8 +19,7 @@ from bloomery.core.config import build, plain
 from bloomery.core.errors import CheckpointError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, info
-from bloomery.core.pipeline import read_manifest
-from bloomery.core.records import read_record
+from bloomery.core.records import read_manifest, read_record
 from bloomery.train.checkpointing import CONTINUED
 from bloomery.train.config import Training
 from bloomery.train.metrics import MAIN_LOG

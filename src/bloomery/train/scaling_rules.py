@@ -23,8 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict
 
-from bloomery.core.bounds import Between, Steps
-from bloomery.core.config import Config, build
+from bloomery.core.config import Between, Config, Steps, build
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig, cost
 from bloomery.train.config import Muon, Optimizer, StepTokens, trained_tokens

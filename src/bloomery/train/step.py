@@ -1,8 +1,8 @@
 """
-The gradients of one step: micro-batches, the loss function, retries, and the gradient norm.
+The training loop and its step: micro-batches, the loss function, retries, the gradient norm, and the update.
 
     for each micro-batch:  forward pass -> sum of losses / count of the global batch -> backward pass
-    then                   sum over ranks -> gradient norm
+    then                   sum over ranks -> gradient norm -> guard: fine? -> clip -> update -> hooks
 
 Only `forward_backward` has a loop over micro-batches. If memory runs out, it computes the same global
 batch again with half as many rows at once. If float16 overflows, it computes the batch again with another loss scale.
@@ -11,16 +11,17 @@ The stage decides the loss function, if that is not the cross entropy of the nex
 losses over a global batch, and a divisor.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
-from bloomery.core.signals import StopRequest
+from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu
@@ -28,7 +29,10 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train import fsdp
 from bloomery.train.loss import token_losses
+from bloomery.train.metrics import Norms
+from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
+from bloomery.train.state import Hooks, PhaseTimer, SkippedStep, SpikeGuard, State
 
 import torch
 from torch import Tensor, nn
@@ -335,3 +339,97 @@ def sparse_embedding_grad(model: Transformer) -> Iterator[None]:
     for ids, rows in lookups:
         if table.grad is not None and rows.grad is not None:
             table.grad.index_add_(0, ids, rows.grad.flatten(0, -2))
+
+
+@dataclass
+class Trainer:
+    """
+    The training loop, from `state.step` to `steps`. Every rank makes one, with the same global batches.
+
+    A step without supervised tokens, or with trouble that the guard sees, counts. It changes neither a weight nor what
+    the optimizers remember. `train` raises Terminated, between two updates, where the process was asked to stop.
+    """
+
+    model: Transformer
+    optimizers: Optimizers
+    batches: Iterator[Batch]
+    _: KW_ONLY
+    state: State
+    """Updated in-place."""
+    steps: int
+    micro_batch: int
+    """Rows that go through the model at once, if memory allows."""
+    learning_rate_share: Callable[[int], float]
+    """Of the peak, by step; the first step is 1."""
+    max_grad_norm: float
+    precision: Precision
+    loss_function: LossFunction = field(default_factory=CausalLMLoss)
+    world: World = field(default_factory=World.alone)
+    guard: SpikeGuard = field(default_factory=SpikeGuard)
+    roll_back: Callable[[State], None] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    norms: Norms | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    stop: StopRequest = field(default_factory=StopRequest)
+    ends_early: Callable[[], bool] = bool
+    """Whether training ends before all steps are done; asked before each step, of all ranks."""
+
+    def train(self) -> None:
+        self.model.train()
+        self.raise_if_stopped()  # setup left out the hooks that are due at this step; they run on resume
+        while self.state.step < self.steps and not self.ends_early():
+            self.train_step()
+            self.timer.enter("hooks")
+            self.hooks.after_step(self.state)
+            self.raise_if_stopped()
+        self.timer.enter("rest")
+
+    def train_step(self) -> None:
+        """Learning rate, gradients, guard, clipping, update. `state.metrics` says what came of it."""
+        state = self.state
+        self.timer.enter("data")
+        batch = next(self.batches)
+        lr = self.optimizers.set_share(self.learning_rate_share(state.step + 1))
+        self.timer.enter("forward_backward")
+        grads = self._forward_backward(batch)
+        self.timer.enter("optimizer")
+        state.advance(len(batch.ids), grads.loss, self.precision.state())
+        state.metrics = {"learning_rate": lr, "tokens": grads.num_tokens}
+        norm = float(grads.norm)
+        watched = grads.loss if self.loss_function.positive or not math.isfinite(grads.loss) else 1.0
+        if reason := self.guard.trouble(state.guard, watched, norm):
+            self._skip(SkippedStep(state.step, reason, grads.loss, norm, batch.samples.tolist()))
+        elif grads.num_tokens:
+            if self.norms:
+                self.norms.before_update(state.step)
+            self.optimizers.step(clipping(self.max_grad_norm, grads.norm), state.step)
+            if self.norms:
+                self.norms.after_update()
+            self.guard.accept(state.guard, watched, norm)
+            state.tokens += grads.num_tokens
+            state.metrics |= {"loss": grads.loss, "gradient_norm": norm, **grads.metrics, **self.precision.metrics()}
+        self.optimizers.zero_grad()
+
+    def _forward_backward(self, batch: Batch) -> Gradients:
+        """The gradients of a global batch, with as many rows at once as memory allows, now and later."""
+        grads = forward_backward(
+            self.model,
+            batch,
+            min(self.micro_batch, self.state.rows or self.micro_batch),
+            precision=self.precision,
+            loss_function=self.loss_function,
+            world=self.world,
+            stop=self.stop,
+        )
+        self.state.rows = grads.rows if grads.rows < self.micro_batch else 0
+        return grads
+
+    def raise_if_stopped(self) -> None:
+        """Raises Terminated on all ranks where one of them was asked to stop."""
+        if self.world.any(self.stop.asked):
+            raise Terminated(self.stop.code)
+
+    def _skip(self, skip: SkippedStep) -> None:
+        """Count a step without its update. After too many in a row, go back to the newest good checkpoint."""
+        if self.guard.skip(self.state.guard, skip) and self.roll_back is not None:
+            self.roll_back(self.state)

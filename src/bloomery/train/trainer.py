@@ -1,21 +1,16 @@
 """
-Train a model: the loop, and the run around it with its device, resume, checkpoints, metrics and progress.
+A training run: its device, resume, checkpoints, metrics and progress around the loop of step.py.
 
-    for each step:
-        learning rate -> gradients of all micro-batches -> norm -> guard: fine? -> clip -> update -> hooks
-
-`Trainer` is the loop, and `Trainer.train_step` is one step. `TrainingRun` is what a stage asks for: it sets up,
-resumes, trains and leaves the model. The stage decides what differs between pretraining and finetuning: data, loss
-mask, loss function, and which weights train. Hooks run in the order given, after a step, and at no other time.
-
-Both share one file, so that a reader can follow it from setup to the update of the weights.
+`TrainingRun` is what a stage asks for: it sets up, resumes, trains and leaves the model. The stage decides what differs
+between pretraining and finetuning: data, loss mask, loss function, and which weights train. Hooks run in the order
+given, after a step, and at no other time.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +24,7 @@ from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
 from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
+from bloomery.shards.loader import PackedDataset, SampleSource, batches, others_begin
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
@@ -42,17 +37,8 @@ from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
-from bloomery.train.state import (
-    Failure,
-    Hook,
-    Hooks,
-    PhaseTimer,
-    SkippedStep,
-    SpikeGuard,
-    State,
-    forget,
-)
-from bloomery.train.step import CausalLMLoss, Gradients, LossFunction, clipping, forward_backward
+from bloomery.train.state import Failure, Hook, Hooks, PhaseTimer, SpikeGuard, State, forget
+from bloomery.train.step import CausalLMLoss, LossFunction, Trainer
 from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
 from bloomery.weights.checkpoint import RetentionPolicy, Saver
 
@@ -64,100 +50,6 @@ FEWEST_STEPS_BETWEEN = 10
 T = TypeVar("T")
 Evaluation = Callable[[Transformer, Precision, StopRequest], Mapping[str, float]]
 """Of a model, where and how it computes, and whether to end early (by Terminated): numbers by name."""
-
-
-@dataclass
-class Trainer:
-    """
-    The training loop, from `state.step` to `steps`. Every rank makes one, with the same global batches.
-
-    A step without supervised tokens, or with trouble that the guard sees, counts. It changes neither a weight nor what
-    the optimizers remember. `train` raises Terminated, between two updates, where the process was asked to stop.
-    """
-
-    model: Transformer
-    optimizers: Optimizers
-    batches: Iterator[Batch]
-    _: KW_ONLY
-    state: State
-    """Updated in-place."""
-    steps: int
-    micro_batch: int
-    """Rows that go through the model at once, if memory allows."""
-    learning_rate_share: Callable[[int], float]
-    """Of the peak, by step; the first step is 1."""
-    max_grad_norm: float
-    precision: Precision
-    loss_function: LossFunction = field(default_factory=CausalLMLoss)
-    world: World = field(default_factory=World.alone)
-    guard: SpikeGuard = field(default_factory=SpikeGuard)
-    roll_back: Callable[[State], None] | None = None
-    hooks: Hooks = field(default_factory=Hooks)
-    norms: Norms | None = None
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    stop: StopRequest = field(default_factory=StopRequest)
-    ends_early: Callable[[], bool] = bool
-    """Whether training ends before all steps are done; asked before each step, of all ranks."""
-
-    def train(self) -> None:
-        self.model.train()
-        self.raise_if_stopped()  # setup left out the hooks that are due at this step; they run on resume
-        while self.state.step < self.steps and not self.ends_early():
-            self.train_step()
-            self.timer.enter("hooks")
-            self.hooks.after_step(self.state)
-            self.raise_if_stopped()
-        self.timer.enter("rest")
-
-    def train_step(self) -> None:
-        """Learning rate, gradients, guard, clipping, update. `state.metrics` says what came of it."""
-        state = self.state
-        self.timer.enter("data")
-        batch = next(self.batches)
-        lr = self.optimizers.set_share(self.learning_rate_share(state.step + 1))
-        self.timer.enter("forward_backward")
-        grads = self._forward_backward(batch)
-        self.timer.enter("optimizer")
-        state.advance(len(batch.ids), grads.loss, self.precision.state())
-        state.metrics = {"learning_rate": lr, "tokens": grads.num_tokens}
-        norm = float(grads.norm)
-        watched = grads.loss if self.loss_function.positive or not math.isfinite(grads.loss) else 1.0
-        if reason := self.guard.trouble(state.guard, watched, norm):
-            self._skip(SkippedStep(state.step, reason, grads.loss, norm, batch.samples.tolist()))
-        elif grads.num_tokens:
-            if self.norms:
-                self.norms.before_update(state.step)
-            self.optimizers.step(clipping(self.max_grad_norm, grads.norm), state.step)
-            if self.norms:
-                self.norms.after_update()
-            self.guard.accept(state.guard, watched, norm)
-            state.tokens += grads.num_tokens
-            state.metrics |= {"loss": grads.loss, "gradient_norm": norm, **grads.metrics, **self.precision.metrics()}
-        self.optimizers.zero_grad()
-
-    def _forward_backward(self, batch: Batch) -> Gradients:
-        """The gradients of a global batch, with as many rows at once as memory allows, now and later."""
-        grads = forward_backward(
-            self.model,
-            batch,
-            min(self.micro_batch, self.state.rows or self.micro_batch),
-            precision=self.precision,
-            loss_function=self.loss_function,
-            world=self.world,
-            stop=self.stop,
-        )
-        self.state.rows = grads.rows if grads.rows < self.micro_batch else 0
-        return grads
-
-    def raise_if_stopped(self) -> None:
-        """Raises Terminated on all ranks where one of them was asked to stop."""
-        if self.world.any(self.stop.asked):
-            raise Terminated(self.stop.code)
-
-    def _skip(self, skip: SkippedStep) -> None:
-        """Count a step without its update. After too many in a row, go back to the newest good checkpoint."""
-        if self.guard.skip(self.state.guard, skip) and self.roll_back is not None:
-            self.roll_back(self.state)
 
 
 @dataclass

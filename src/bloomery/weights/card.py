@@ -14,12 +14,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.bounds import is_of_hub
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, DataError
 from bloomery.core.log import info
-from bloomery.core.pipeline import RECIPE, find_manifest
-from bloomery.core.records import read_record
-from bloomery.weights import gguf, hub, peft
+from bloomery.core.records import RECIPE, find_manifest, read_record
+from bloomery.weights import gguf, locate, peft
+from bloomery.weights.opened import GGUF_SUFFIX, is_adapter
 
 CARD = "README.md"
 DATA_CARD, REPORT = "data_card.md", "report.json"
@@ -58,7 +58,7 @@ def provenance(folder: Path, license: str | None = None) -> Provenance:
     stage = next((path for path in folder.resolve().parents if STAGE.fullmatch(path.name)), None)
     run = stage.parent if stage is not None and (stage.parent / RECIPE).is_file() else None
     base = _base(stage) if run is not None and stage is not None else folder
-    if run is None and peft.is_adapter(folder):
+    if run is None and is_adapter(folder):
         base = (folder / Path(peft.read(folder).base).expanduser()).resolve()
     known = license or (None if base is None else license_of(base))
     report = _report(run, stage) if run is not None and stage is not None else {}
@@ -88,7 +88,7 @@ def _trained(stage: Path) -> Path | None:
 
 def _named(base: Path) -> str:
     if is_of_hub(base):
-        return hub.parsed(str(base)).repository
+        return locate.parsed(str(base)).repository
     cached = next((match for name in base.parts if (match := IN_CACHE.fullmatch(name))), None)
     return f"{cached[1]}/{cached[2]}" if cached else base.name
 
@@ -96,12 +96,12 @@ def _named(base: Path) -> str:
 def license_of(base: Path) -> str | None:
     """The license that the files of a model state: its card, or a GGUF file. None where they state none."""
     if is_of_hub(base):
-        parsed = hub.parsed(str(base))
+        parsed = locate.parsed(str(base))
         name = parsed.file or CARD
         cached = try_to_load_from_cache(parsed.repository, name, revision=parsed.revision)
         return license_of(Path(cached)) if isinstance(cached, str) else None
     base = base.expanduser()
-    if base.suffix == gguf.SUFFIX:
+    if base.suffix == GGUF_SUFFIX:
         return gguf.read(base).license if base.is_file() else None
     file = base / CARD if base.is_dir() else base
     if not file.is_file() or file.name != CARD or file.stat().st_size > MAX_BYTES:
@@ -115,7 +115,6 @@ def license_of(base: Path) -> str | None:
 
 
 def _report(run: Path, stage: Path) -> dict[str, Any]:
-    """The newest report of an evaluation of this stage's model."""
     for folder in sorted(run.glob("[0-9][0-9]-evaluate-*"), key=lambda path: path.stat().st_mtime, reverse=True):
         if _trained(folder) == stage and (folder / REPORT).is_file():
             return read_record(folder / REPORT, dict[str, Any], error=CheckpointError, fix="Evaluate the run again.")
@@ -192,7 +191,6 @@ def _training(stage: Path | None) -> dict[str, str]:
 
 
 def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, str]]:
-    """Task, score, value and its 95 % interval."""
     for task, stats in (report.get("tasks") or {}).items():
         for metric, score in stats["scores"].items():
             yield task, metric, score["value"], f"{score['low']:.4g} to {score['high']:.4g}"

@@ -9,8 +9,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.bounds import is_of_hub
 from bloomery.core.chat import TEMPERATURE
+from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
 from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
 from bloomery.core.log import info
@@ -18,11 +18,11 @@ from bloomery.core.records import read_record
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, peft, pickled
+from bloomery.weights import architectures, gguf_writer, hf, llmc, locate, peft, pickled, safetensors
 from bloomery.weights.card import CARD, Provenance, card, provenance
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
-from bloomery.weights.opened import NumberFormat
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GGUF_SUFFIX, NumberFormat, is_adapter
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
@@ -73,7 +73,7 @@ def write(
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
         llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
         importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
-        integrity.write_sums(out)
+        safetensors.write_sums(out)
         name = "GPT-2 of llm.c"
     else:
         if why := architectures.reasons(config):
@@ -89,7 +89,7 @@ def write(
         if name == architectures.BAICHUAN2.name:
             info(f"{out}: transformers loads a {name} with the code of its makers alone", "yellow")
         _write_card(loaded, out, name, number_format, source)
-        integrity.write_sums(out)
+        safetensors.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
 
 
@@ -100,23 +100,23 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
 
     Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
     """
-    if not peft.is_adapter(folder):
+    if not is_adapter(folder):
         hint = "Leave --format out: it is a whole model. Adapters are what finetune.lora leaves."
         raise CheckpointError("holds no adapters", where=str(folder), hint=hint)
     check_new_folder(out)
     adapter, words = peft.read(folder), hf.language(folder)
-    integrity.verify(folder)
-    facts = read_record(folder / peft.CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
+    safetensors.verify(folder)
+    facts = read_record(folder / ADAPTER_CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
     base = hf.base_of(folder)
     if (shape := hf.config_of(folder)[0]) != hf.config_of(base)[0]:
         what = f"these adapters were trained with positions stretched to a context of {shape.context_length}, "
         what += "and the files of PEFT cannot say so"
         raise CheckpointError(what, where=str(folder), hint="Export the whole model: leave out --format peft.")
-    info(f"{out}: {(folder / peft.WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
+    info(f"{out}: {(folder / ADAPTER_WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
     hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
-    shutil.copyfile(folder / peft.WEIGHTS, out / peft.WEIGHTS)
-    write_json(out / peft.CONFIG, facts | {"base_model_name_or_path": str(base)})
+    shutil.copyfile(folder / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
+    write_json(out / ADAPTER_CONFIG, facts | {"base_model_name_or_path": str(base)})
     name = architectures.architecture(shape).name
     ranks = {len(a) for a, _ in adapter.pairs.values()}
     rows = {
@@ -131,9 +131,9 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
 
 def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers, source: Provenance) -> dict[str, Any]:
     """As `write`, for one GGUF file."""
-    if out.suffix != gguf.SUFFIX or out.exists():
-        why = "exists" if out.exists() else f"is no name that ends with {gguf.SUFFIX}"
-        raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{gguf.SUFFIX}")
+    if out.suffix != GGUF_SUFFIX or out.exists():
+        why = "exists" if out.exists() else f"is no name that ends with {GGUF_SUFFIX}"
+        raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{GGUF_SUFFIX}")
     model = _said_otherwise(loaded.model)
     info(f"{out}: {gguf_writer.size_bytes(model, number_format) / 2**30:.2f} GiB of weights in {number_format}")
     name = gguf_writer.write(out, model, loaded.tokenizer, _words(loaded, source.license), number_format, out.stem)
@@ -149,7 +149,6 @@ def _words(loaded: Loaded, license: str | None) -> GGUFWords:
 
 
 def _write_card(loaded: Loaded, folder: Path, architecture: str, number_format: str, source: Provenance) -> None:
-    """The model card of a folder."""
     config, lineage = loaded.model.config, loaded.lineage
     rows = {
         "architecture": architecture,
@@ -171,7 +170,7 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     that of HF_TOKEN or of `hf auth login`. Raises UnreachableError where the hub refuses it or does not answer.
     """
     api = HfApi()
-    failures: tuple[type[Exception], ...] = (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError)
+    failures: tuple[type[Exception], ...] = (*locate.transport_errors(HfHubHTTPError), HFValidationError, OSError)
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
@@ -211,15 +210,15 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     path = locate.locate_model(source) if is_made_first and not lacks_tokenizer else source
     if lacks_tokenizer:
         path = pickled.converted(source, tokenizer)
-    if path.is_dir() or path.suffix == gguf.SUFFIX:
+    if path.is_dir() or path.suffix == GGUF_SUFFIX:
         if tokenizer is not None and not lacks_tokenizer:
             hint = "Leave --tokenizer out: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
         return hf.load(path, dtype="auto")
-    integrity.verify(source.parent, source.name)
+    safetensors.verify(source.parent, source.name)
     source_model = llmc.read(source)
     file = tokenizer or _beside(source)
-    integrity.verify(file.parent, file.name)
+    safetensors.verify(file.parent, file.name)
     new_tokenizer, added = hf.tokenizer_of(file, source_model.vocab_size)
     _of_one_size(source, source_model.vocab_size, file, new_tokenizer.vocab_size - len(added))
     model = Transformer(source_model.config, max(source_model.vocab_size, new_tokenizer.vocab_size))

@@ -44,6 +44,7 @@ from bloomery.weights.gguf_layouts import (
     TRANSPOSED,
     GGUFLayout,
     dequantize,
+    int4_blocks,
 )
 from bloomery.weights.safetensors import finite
 
@@ -52,7 +53,6 @@ from torch import Tensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-SUFFIX = ".gguf"
 DAMAGED = "The file is damaged. Fetch it or make it again."
 MAX_DIMS = 4
 MAX_NAME_BYTES = 2**16
@@ -752,12 +752,12 @@ class GGUFTensors:
             tensor = (tensor.float() - 1.0).to(tensor.dtype)
         return reordered(tensor, ours, self._layout, self._sizes, inward=True)
 
-    def raw_rows(self, name: str) -> tuple[Tensor, gguf.GGMLQuantizationType]:
-        """The bytes of each row of a matrix, in the order of transformers, and their format."""
+    def int4_blocks(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """As `gguf_layouts.int4_blocks`, of a matrix with its rows in the order of transformers."""
         stored = self.stored[self._names[name]]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
         rows = torch.from_numpy(raw.copy()).view(stored.shape[0], -1)
-        return reordered(rows, self._names[name], self._layout, self._sizes, inward=True), stored.kind
+        return int4_blocks(reordered(rows, self._names[name], self._layout, self._sizes, inward=True), stored.kind)
 
     def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)

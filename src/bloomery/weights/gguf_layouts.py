@@ -62,12 +62,7 @@ OLMO2_BLOCK = {name: LLAMA_BLOCK[name] for name in LLAMA_BLOCK if "norm" not in 
     "attn_k_norm.weight": ("self_attn.k_norm.weight", "K"),
     **POST_NORMS,
 }
-GEMMA3_BLOCK = {
-    **LLAMA_BLOCK,
-    **HEAD_NORMS,
-    **POST_NORMS,
-    "ffn_norm.weight": ("pre_feedforward_layernorm.weight", "D"),
-}
+GEMMA3_BLOCK = {**LLAMA_BLOCK, **HEAD_NORMS, **POST_NORMS, "ffn_norm.weight": ("pre_feedforward_layernorm.weight", "D")}
 PHI3_BLOCK = {
     **{name: LLAMA_BLOCK[name] for name in ("attn_norm.weight", "attn_output.weight", "ffn_norm.weight")},
     "attn_qkv.weight": ("self_attn.qkv_proj.weight", "PD"),
@@ -147,12 +142,7 @@ class GGUFLayout:
 
 
 _LLAMA = GGUFLayout(
-    "LlamaForCausalLM",
-    "llama",
-    LLAMA_OUTER,
-    LLAMA_BLOCK,
-    optional=QKV_BIASES | OTHER_BIASES,
-    interleaved=True,
+    "LlamaForCausalLM", "llama", LLAMA_OUTER, LLAMA_BLOCK, optional=QKV_BIASES | OTHER_BIASES, interleaved=True
 )
 LAYOUTS = {
     "llama": _LLAMA,

@@ -26,17 +26,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, steps
 from bloomery.weights import architectures
 from bloomery.weights.architectures import gathered
-from bloomery.weights.gguf import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER,
-    Sizes,
-    llama3_factors,
-    reordered,
-)
+from bloomery.weights.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Sizes, llama3_factors, reordered
 from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout
 from bloomery.weights.safetensors import rounded
 

@@ -5,7 +5,7 @@ Read and write models as folders that `transformers` loads, with the lineage of 
     model.safetensors       its weights, under transformers' names; float32 where nothing else is asked for
     tokenizer.json, tokenizer_config.json (with the chat template), generation_config.json
     bloomery.json           lineage: hashes of tokenizer, chat template and shards
-    SHA256SUMS              sha256 of each of these files, compared whenever the folder is read (integrity.py)
+    SHA256SUMS              sha256 of each of these files, compared whenever the folder is read (safetensors.py)
 
 Folders that others saved have no bloomery.json. They are read too, as are GGUF files. Such a model keeps its own
 words: its tokenizer, its chat template in Jinja, its special tokens, and how its answers are sampled (`ModelLanguage`).
@@ -24,13 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
-from bloomery.core.bounds import Context
 from bloomery.core.chat import TEMPERATURE, sampling_of
+from bloomery.core.config import Context
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
@@ -49,36 +49,35 @@ from bloomery.tokenizer.chat_template import (
 from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights import gguf, integrity, peft
+from bloomery.weights import safetensors
 from bloomery.weights.architectures import WeightMapping, gathered
-from bloomery.weights.opened import CONFIG as CONFIG
-from bloomery.weights.opened import LoadFormat as LoadFormat
 from bloomery.weights.opened import (
+    ADAPTER_CONFIG,
+    GGUF_SUFFIX,
     NumberFormat,
     OpenedModel,
     WeightChange,
     again,
     converted,
     filled,
+    is_adapter,
     kept_as_in,
     opened_model,
     own_weights,
     read_file,
     understood,
 )
-from bloomery.weights.safetensors import (
-    INDEX,
-    SHARD_BYTES,
-    Tensors,
-    is_pickled,
-    rounded,
-    save_sharded,
-)
+from bloomery.weights.opened import CONFIG as CONFIG
+from bloomery.weights.opened import LoadFormat as LoadFormat
+from bloomery.weights.safetensors import INDEX, SHARD_BYTES, Tensors, is_pickled, rounded, save_sharded
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bloomery.weights import peft
 
 IMPORTED = "imported"
 """Stands for the hash of the shards in the lineage of a model that others trained."""
@@ -89,7 +88,7 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
     The tokenizer of a model folder or of a file, and the special tokens that were added to it, with their ids. Raises
     CheckpointError where it has more ids than the model has rows, DataError where there is none that can be read.
     """
-    if folder.suffix == gguf.SUFFIX:
+    if folder.suffix == GGUF_SUFFIX:
         tokenizer, added = importers.extended(language(folder).tokenizer, str(folder), special)
     else:
         tokenizer, added = importers.load_with_added(folder, special=special)
@@ -315,7 +314,7 @@ def save(
     write_json(folder / CONFIG, facts | ids)
     write_json(folder / GENERATION, {**words.generation} | ids)
     write_json(folder / LINEAGE, asdict(lineage) | name)
-    integrity.write_sums(folder)
+    safetensors.write_sums(folder)
 
 
 def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype | None, where: str) -> Tensor:
@@ -371,7 +370,7 @@ def load(
     """
     loaded = _loaded(path, _Kept(device, dtype, base), special)
     if path.is_dir():
-        integrity.verify(path)  # last: what cannot be read says more of itself than its hash
+        safetensors.verify(path)  # last: what cannot be read says more of itself than its hash
     if template is None:
         return loaded
     chat = renderer_named(loaded.tokenizer, template)
@@ -380,15 +379,15 @@ def load(
 
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
-    if peft.is_adapter(path):
+    if is_adapter(path):
         return _adapted_language(path, language(base_of(path)))
     return _language(opened_model(path))
 
 
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
-    if peft.is_adapter(path):
-        _, own, below = _base(path, peft.read(path))
+    if is_adapter(path):
+        _, own, below = _base(path, _adapter(path))
         shape, rows = config_of(below)
         return stretched(shape, own), rows
     opened = opened_model(path)
@@ -402,7 +401,7 @@ def stretched(shape: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
 
 def frozen_format(path: Path) -> Base:
     """The format of a model's matrices in its files, in which a frozen base is kept: float16 becomes bfloat16."""
-    if peft.is_adapter(path):
+    if is_adapter(path):
         return frozen_format(base_of(path))
     return "float32" if kept_as_in("auto", opened_model(path)) == "float32" else "bfloat16"
 
@@ -422,7 +421,7 @@ class _Kept:
 
 def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     """As `load`, whatever the hashes of the files are."""
-    if peft.is_adapter(path):
+    if is_adapter(path):
         return _with_adapters(path, kept, special)
     opened = opened_model(path)
     words = _language(opened)
@@ -528,9 +527,9 @@ def is_model(folder: Path) -> bool:
     is a GGUF file.
     """
     if folder.is_file():
-        return folder.suffix == gguf.SUFFIX
+        return folder.suffix == GGUF_SUFFIX
     weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
-    return ((folder / CONFIG).is_file() and weights) or peft.is_adapter(folder)
+    return ((folder / CONFIG).is_file() and weights) or is_adapter(folder)
 
 
 def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
@@ -544,7 +543,7 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     for name, weight in converted(model, tensors, kind):
         with torch.no_grad():
             model.get_parameter(name).copy_(weight)
-    integrity.verify(folder)
+    safetensors.verify(folder)
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
@@ -566,6 +565,8 @@ def save_adapters(
     base: BaseModel,
 ) -> None:
     """Write the adapters of a model without it, in PEFT's files, with the tokenizer, the template and the lineage."""
+    from bloomery.weights import peft
+
     make_folder(folder)
     base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
     peft.save(folder, weights, model, settings, base_path)
@@ -575,14 +576,16 @@ def save_adapters(
     if base.stretched:
         own["stretched"] = model.config.model_dump(mode="json", include={"context_length", "rope_scaling"})
     write_json(folder / LINEAGE, asdict(lineage) | name | {BASE: own})
-    integrity.write_sums(folder)
+    safetensors.write_sums(folder)
 
 
 def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
     """As `fill`, for the adapters of a model."""
+    from bloomery.weights import peft
+
     _same_lineage(folder, lineage)
     peft.fill(model, folder)
-    integrity.verify(folder)
+    safetensors.verify(folder)
 
 
 def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
@@ -590,6 +593,8 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     A base with the adapters of a folder merged into it, weight by weight: each in float32 before it takes the format
     that was asked for. Those of PEFT have the tokenizer and lineage of the base.
     """
+    from bloomery.weights import peft
+
     adapter = peft.read(folder)
     facts, own, base_folder = _base(folder, adapter)
     if facts:
@@ -606,7 +611,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     loaded = _loaded(base_folder, replace(kept, change=change), special)
     loaded.model.config = stretched(loaded.model.config, own)
     if base_folder.is_dir():
-        integrity.verify(base_folder)
+        safetensors.verify(base_folder)
     if not facts:
         return replace(loaded, folder=folder)
     return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
@@ -631,7 +636,7 @@ def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
 
 def base_of(folder: Path) -> Path:
     """The model that the adapters of a folder adapt. Raises CheckpointError where it is not there."""
-    return _base(folder, peft.read(folder))[2]
+    return _base(folder, _adapter(folder))[2]
 
 
 def num_rows(folder: Path) -> int:
@@ -644,7 +649,13 @@ def context(folder: Path) -> int:
     return config_of(folder)[0].context_length
 
 
-def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
+def _adapter(folder: Path) -> "peft.Adapter":
+    from bloomery.weights import peft
+
+    return peft.read(folder)
+
+
+def _base(folder: Path, adapter: "peft.Adapter") -> tuple[dict[str, Any], dict[str, Any], Path]:
     """What adapters were made from where they are ours, what they adapt, and where that lies."""
     facts: dict[str, Any] = {}
     if (folder / LINEAGE).exists():
@@ -659,7 +670,7 @@ def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str
     own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
     base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
     if not is_model(base_folder):
-        hint = f"Put it there, or name its folder in {peft.CONFIG if not facts else LINEAGE}."
+        hint = f"Put it there, or name its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."
         raise CheckpointError(f"adapts a model that is not at {base_folder}", where=str(folder), hint=hint)
     return facts, own, base_folder
 
@@ -674,7 +685,7 @@ def digest(folder: Path) -> str:
         raise CheckpointError("holds no model", where=str(folder), hint=hint)
     if folder.is_file():
         return cache.sha256_of(folder)
-    integrity.verify(folder)
+    safetensors.verify(folder)
     names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
     return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in names]))
 

@@ -3,7 +3,6 @@ GPT-2 in the files of llm.c.
 
     model .bin     256 int32: 20240326, 3 (float32) or 5 (bfloat16), context, V, L, H, D, V padded; then, each for all
                    layers: wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb
-    debug state    256 int32: 20240327, 2, B, T; then token IDs, targets (int32), logits, loss, gradients in that order
 
 Matrices are outputs × inputs, as ours. (https://github.com/karpathy/llm.c, train_gpt2.py)
 """
@@ -29,7 +28,7 @@ from bloomery.weights.safetensors import finite, rounded
 import torch
 from torch import Tensor
 
-MODEL, DEBUG = 20240326, 20240327
+MODEL = 20240326
 VERSIONS: dict[int, Any] = {3: np.dtype("<f4"), 5: np.dtype("<u2")}
 """float32; bfloat16, which NumPy does not have."""
 HEADER_INTS = 256
@@ -67,20 +66,9 @@ class LlmcModel:
     weights: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class DebugState:
-    """Reference results for one batch: B × T token IDs and targets, B × T × V logits, the loss, and gradients."""
-
-    ids: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    scores: NDArray[np.float32]
-    loss: float
-    gradients: dict[str, Tensor]
-
-
 def read(file: Path) -> LlmcModel:
     """Read a model. Raises CheckpointError, which names the file, for one that is torn or something else."""
-    header = _header(file, MODEL, "a GPT-2 model", tuple(VERSIONS))
+    header = _header(file)
     context, vocab_size, num_layers, num_heads, width, padded = map(int, header[2:8])
     kind = VERSIONS[int(header[1])]
     if not 0 < vocab_size <= padded or min(context, num_layers, num_heads, width) < 1 or width % num_heads:
@@ -181,29 +169,10 @@ def unlike(config: ModelConfig) -> list[str]:
     return [f"{name} is {is_now!r} and not {there!r}" for name, is_now, there in both if is_now != there]
 
 
-def read_debug(file: Path, config: ModelConfig, vocab_size: int) -> DebugState:
-    """Read the debug state that belongs to a model. Raises CheckpointError."""
-    header = _header(file, DEBUG, "a debug state", (2,))
-    batch, length = int(header[2]), int(header[3])
-    padded = -(-vocab_size // PADDED_TO) * PADDED_TO
-    count = batch * length
-    model = _empty(config, padded)
-    total = sum(weight.numel() for weight in model.values())
-    size, expected = file.stat().st_size, HEADER_BYTES + 4 * (2 * count + count * vocab_size + 1 + total)
-    if size != expected:
-        raise CheckpointError(f"has {size} bytes, with this model it needs {expected}", where=str(file), hint=_AGAIN)
-    ints = np.fromfile(file, dtype="<i4", count=2 * count, offset=HEADER_BYTES)
-    floats = np.memmap(file, dtype="<f4", mode="r", offset=HEADER_BYTES + 8 * count)
-    scores = np.array(floats[: count * vocab_size]).reshape(batch, length, vocab_size)
-    gradients = _named(_tensors(floats[count * vocab_size + 1 :], model, config.num_layers), vocab_size)
-    ids, targets = ints.reshape(2, batch, length)
-    return DebugState(ids, targets, scores, float(floats[count * vocab_size]), gradients)
-
-
 _AGAIN = "It is damaged, or of another model. Make it or fetch it again."
 
 
-def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDArray[np.int32]:
+def _header(file: Path) -> NDArray[np.int32]:
     if os.path.exists(file):
         check_regular(file)
     size = file.stat().st_size if os.path.isfile(file) else -1
@@ -211,8 +180,8 @@ def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDA
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
         raise CheckpointError(shown, where=str(file), hint=_AGAIN)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
-    if header[0] != magic or int(header[1]) not in versions:
-        hint = f"Known is {what} of llm.c: {magic}, and {' or '.join(map(str, versions))}."
+    if header[0] != MODEL or int(header[1]) not in VERSIONS:
+        hint = f"Known is a GPT-2 model of llm.c: {MODEL}, and {' or '.join(map(str, VERSIONS))}."
         raise CheckpointError(f"begins with {header[0]} and {header[1]}", where=str(file), hint=hint)
     return header
 

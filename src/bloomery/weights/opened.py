@@ -8,7 +8,7 @@ model is built without memory for its weights, so that the peak is one tensor mo
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
@@ -24,16 +24,18 @@ from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.tokenizer import MAX_IDS
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights import gguf, gguf_layouts
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, spread
-from bloomery.weights.gguf import GGUFModel
 from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from bloomery.weights.gguf import GGUFModel
+
 T = TypeVar("T")
-CONFIG = "config.json"
+CONFIG, GGUF_SUFFIX = "config.json", ".gguf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 THEIRS = {
     "hidden_size": ("hidden_size", "n_embd"),
     "num_layers": ("num_hidden_layers", "n_layer"),
@@ -90,7 +92,7 @@ class OpenedModel:
     kind: Architecture
     config: ModelConfig
     rows: int
-    gguf: GGUFModel | None
+    gguf: "GGUFModel | None"
 
     def tensors(self, dtype: LoadFormat = "auto") -> TensorReader:
         """The weights. Quantized blocks of GGUF become bfloat16 where that is how they are kept, and else float32."""
@@ -102,6 +104,8 @@ class OpenedModel:
 
 def opened_model(path: Path) -> OpenedModel:
     if path.is_file():
+        from bloomery.weights import gguf
+
         model = gguf.read(path)
         kind, config, rows = _interpreted(model.facts, path)
         return OpenedModel(path, model.facts, kind, config, rows, model)
@@ -110,6 +114,11 @@ def opened_model(path: Path) -> OpenedModel:
         raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
     facts, kind, config, rows = understood(path / CONFIG)
     return OpenedModel(path, facts, kind, config, rows, None)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds LoRA adapters, as PEFT writes them."""
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file()
 
 
 def again(folder: Path) -> str:
@@ -192,11 +201,10 @@ def filled(
     kept_as = kept_as_in(dtype, opened)
     stored = _matrices_in_file(model, opened) if kept_as == "int4" and change is None else {}
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
-        if opened.gguf is not None and name in stored:
-            blocks = gguf_layouts.int4_blocks(*opened.gguf.tensors.raw_rows(stored[name]))
-            if blocks is not None:
-                _put_frozen(model, name, quantize.Int4.of(*blocks).to(device))
-                continue
+        blocks = opened.gguf.tensors.int4_blocks(stored[name]) if opened.gguf is not None and name in stored else None
+        if blocks is not None:
+            _put_frozen(model, name, quantize.Int4.of(*blocks).to(device))
+            continue
         put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
         if weight.numel() >= quantize.NUMBERS_AT_ONCE:
             return_freed_memory()  # quantizing leaves gaps, as large as the model

@@ -4,10 +4,9 @@ Read and write LoRA adapters in the format of PEFT, apart from their base model.
     adapter_config.json           rank, alpha, which matrices, and where the base lies
     adapter_model.safetensors     A and B of each matrix, under transformers' names
 
-Transformers keeps several of our matrices as one (c_attn of GPT-2), and so does PEFT. Then the A matrices of the
-parts lie below each other, and B has the parts along its diagonal. PEFT has no base in int8 or NF4 of ours. An
-adapter that was trained on such a base says so in bloomery.json. It is merged into the weights that the base
-computed with.
+Transformers keeps several of our matrices as one (c_attn of GPT-2), and so does PEFT. Then the A matrices of the parts
+lie below each other, and B has the parts along its diagonal. PEFT has no base in int8 or NF4 of ours. An adapter that
+was trained on such a base says so in bloomery.json. It is merged into the weights that the base computed with.
 """
 
 import math
@@ -30,13 +29,13 @@ from bloomery.model.config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.weights import architectures
 from bloomery.weights.architectures import WeightMapping, joined, parted
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from bloomery.weights.safetensors import check_header, finite, save_tensors
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
 _AGAIN = "It is damaged, or belongs to another model."
@@ -46,7 +45,7 @@ Alpha = Annotated[float, Field(gt=0)]
 
 
 class AdapterConfig(TypedDict):
-    """What is read of CONFIG. What else would change the model has to be absent: `_more`."""
+    """What is read of ADAPTER_CONFIG. What else would change the model has to be absent: `_more`."""
 
     peft_type: str
     base_model_name_or_path: RecordPath
@@ -70,10 +69,6 @@ class Adapter:
     """Lengths of the rows, by the same name; of DoRA, for every matrix."""
 
 
-def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
 def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settings: Lora, base: str) -> None:
     """Write the adapters of a model, whose weights by name these are: its own, or copies. `base` says where it lies."""
     pieces = _pieces(model)
@@ -85,7 +80,7 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
         ranks[name] = len(a)
         if settings.dora:
             tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = _magnitudes(piece, weights, model)
-    save_tensors(folder / WEIGHTS, tensors)
+    save_tensors(folder / ADAPTER_WEIGHTS, tensors)
     wider = {name: rank for name, rank in ranks.items() if rank != settings.rank}
     facts = {
         "peft_type": "LORA",
@@ -105,15 +100,15 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    write_json(folder / CONFIG, facts)
+    write_json(folder / ADAPTER_CONFIG, facts)
 
 
 def read(folder: Path) -> Adapter:
     """Adapters of ours or of PEFT. Raises CheckpointError if they are torn or hold more than low-rank matrices."""
     try:
-        facts = read_record(folder / CONFIG, AdapterConfig, error=CheckpointError, fix=_AGAIN)
-        check_header(folder / WEIGHTS, _AGAIN)
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+        facts = read_record(folder / ADAPTER_CONFIG, AdapterConfig, error=CheckpointError, fix=_AGAIN)
+        check_header(folder / ADAPTER_WEIGHTS, _AGAIN)
+        tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS)
         if (more := _more(facts)) != "":
             hint = "Merge it with PEFT, and take the whole model."
             raise CheckpointError(f"holds more than low-rank matrices: {more}", where=str(folder), hint=hint)
@@ -132,12 +127,14 @@ def read(folder: Path) -> Adapter:
         raise CheckpointError(what, where=str(folder), hint=_AGAIN) from None
     for name, pair in pairs.items():
         for side, tensor in zip("AB", pair, strict=True):
-            finite(f"{name}.lora_{side}.weight", tensor, str(folder / WEIGHTS), _AGAIN)
+            finite(f"{name}.lora_{side}.weight", tensor, str(folder / ADAPTER_WEIGHTS), _AGAIN)
     if tensors:
         what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
-        raise CheckpointError(what, where=str(folder / WEIGHTS), hint="Merge it with PEFT, and take the whole model.")
+        raise CheckpointError(
+            what, where=str(folder / ADAPTER_WEIGHTS), hint="Merge it with PEFT, and take the whole model."
+        )
     for name, lengths in magnitudes.items():
-        finite(f"{name}.{MAGNITUDE}", lengths, str(folder / WEIGHTS), _AGAIN)
+        finite(f"{name}.{MAGNITUDE}", lengths, str(folder / ADAPTER_WEIGHTS), _AGAIN)
     return Adapter(base, scales, pairs, magnitudes)
 
 

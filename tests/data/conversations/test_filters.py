@@ -11,9 +11,9 @@ from bloomery.core.chat import Message
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError
 from bloomery.data.chat import filters
-from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.filters import DroppedConversation, num_words
-from bloomery.data.chat.messages import Conversation
+from bloomery.data.chat.formats import Conversation
+from bloomery.data.chat.readers import Conversations
 
 LONG = "This sentence has exactly seven words in it. " * 40
 NUMBERED = " ".join(f"number {n} is followed by number {n + 1}," for n in range(40))

@@ -17,10 +17,8 @@ import zstandard
 from bloomery.core.chat import message_problem
 from bloomery.core.config import build
 from bloomery.data.chat import readers
-from bloomery.data.chat.config import Conversations
-from bloomery.data.chat.formats import SHAPES
-from bloomery.data.chat.messages import Conversation, RejectedRow
-from bloomery.data.chat.readers import ChatItem
+from bloomery.data.chat.formats import SHAPES, Conversation, RejectedRow
+from bloomery.data.chat.readers import ChatItem, Conversations
 
 TALK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c\x85d\x0be"}]

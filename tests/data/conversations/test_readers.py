@@ -14,11 +14,9 @@ import zstandard
 
 from bloomery.core.config import build, packaged
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data.chat import config as chat_config
 from bloomery.data.chat import readers
-from bloomery.data.chat.config import ChatFiles, Conversations
-from bloomery.data.chat.messages import Conversation, RejectedRow
-from bloomery.data.chat.readers import ChatItem
+from bloomery.data.chat.formats import Conversation, RejectedRow
+from bloomery.data.chat.readers import ChatFiles, ChatItem, Conversations
 from bloomery.data.sources import download
 from tests.data.hub_server import Hub
 
@@ -332,11 +330,11 @@ def as_file(name: str, rows: list[dict[str, Any]], folder: Path) -> bytes:
     return gzip.compress(lines(rows)) if name.endswith(".gz") else lines(rows)
 
 
-@pytest.mark.parametrize("name", get_args(chat_config.ChatPresetName))
+@pytest.mark.parametrize("name", get_args(readers.ChatPresetName))
 def test_every_preset_reads_its_own_files_and_gives_the_answer_that_they_hold(
     hub: Hub, name: str, tmp_path: Path
 ) -> None:
-    preset = packaged(chat_config.PRESETS)["presets"][name]
+    preset = packaged(readers.PRESETS)["presets"][name]
     file = preset["files"][0].replace("*", "00000-of-00001")
     hub.put(preset["dataset"], {file: as_file(file, ROWS[name], tmp_path), "README.md": b"# card"})
     found = read({"kind": "preset", "name": name})
@@ -346,9 +344,9 @@ def test_every_preset_reads_its_own_files_and_gives_the_answer_that_they_hold(
 
 
 def test_every_name_has_its_preset_or_mixture() -> None:
-    known = packaged(chat_config.PRESETS)
-    assert set(get_args(chat_config.ChatPresetName)) == set(known["presets"])
-    assert set(get_args(chat_config.MixtureName)) == set(known["mixtures"])
+    known = packaged(readers.PRESETS)
+    assert set(get_args(readers.ChatPresetName)) == set(known["presets"])
+    assert set(get_args(readers.MixtureName)) == set(known["mixtures"])
 
 
 def test_what_a_recipe_says_wins_over_the_preset_and_the_resolved_recipe_holds_all() -> None:

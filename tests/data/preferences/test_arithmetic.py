@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.formats import RejectedRow
 from bloomery.data.chat.preferences import Arithmetic, ArithmeticProblem, ProblemFiles, problems
 from bloomery.data.sources import toy_worlds
 

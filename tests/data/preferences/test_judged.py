@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.formats import RejectedRow
 from bloomery.data.chat.preferences import JudgedRow, PairFiles, WorldPairs, digest, judged, understood
 from bloomery.data.readers.bytes import ReadError
 

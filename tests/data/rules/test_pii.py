@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.filters import pii
+from bloomery.data.filters import heuristics
 from bloomery.data.filters.apply import DocumentColumns, judge
-from bloomery.data.filters.heuristics import Length
-from bloomery.data.filters.pii import Pii, PrivateKind
+from bloomery.data.filters.heuristics import Length, Pii, PrivateKind
 
 PIECES = ("a@", "1.1.", "a" * 100, ":=\"'", "2001:", "+1 ", "-----BEGIN PRIVATE", "@a.", '="' + "a" * 20)
 ALL: tuple[PrivateKind, ...] = ("mail", "ip", "phone", "key")
@@ -19,7 +18,7 @@ BLOCK = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEow\nabc==\n-----END RSA " + "
 
 
 def masked(text: str, *kinds: PrivateKind) -> str:
-    return pii.masked(text, pii.find(text, kinds or ALL))
+    return heuristics.masked(text, heuristics.find(text, kinds or ALL))
 
 
 @pytest.mark.parametrize(
@@ -72,15 +71,15 @@ def test_what_only_looks_private_stays(text: str) -> None:
 
 def test_addresses_that_mean_nobody_outside_are_found_where_asked_for() -> None:
     text = "127.0.0.1 192.168.1.100 fe80::1 ::1"
-    assert pii.masked(text, pii.find(text, ["ip"], private_ips=True)) == "<IP> <IP> <IP> <IP>"
+    assert heuristics.masked(text, heuristics.find(text, ["ip"], private_ips=True)) == "<IP> <IP> <IP> <IP>"
 
 
 @given(st.text(alphabet="a1@.:-+ \"'=/_{}<>()文\n", max_size=200))
 def test_masking_loses_only_what_was_found_and_finds_nothing_twice(text: str) -> None:
-    spans = pii.find(text, ALL)
+    spans = heuristics.find(text, ALL)
     assert all(one.start < one.end <= two.start for one, two in pairwise(spans))
-    hidden = pii.masked(text, spans)
-    assert len(hidden) == len(text) + sum(len(pii.PLACEHOLDERS[s.kind]) - (s.end - s.start) for s in spans)
+    hidden = heuristics.masked(text, spans)
+    assert len(hidden) == len(text) + sum(len(heuristics.PLACEHOLDERS[s.kind]) - (s.end - s.start) for s in spans)
 
 
 def documents(*texts: str) -> DocumentColumns:
@@ -109,4 +108,4 @@ def test_a_document_can_be_dropped_instead_with_how_much_was_found() -> None:
 def test_a_text_of_a_million_marks_takes_no_longer_than_its_length() -> None:
     for piece in PIECES:
         text = piece * (200_000 // len(piece))
-        pii.find(text, ALL)
+        heuristics.find(text, ALL)

@@ -20,10 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
-from bloomery.core.bounds import Between, PositiveLength, Share, TextLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, PositiveLength, Share, TextLength
 from bloomery.data import decontamination
-from bloomery.data.chat.messages import Conversation
+from bloomery.data.chat.formats import Conversation
 from bloomery.data.decontamination import Sought
 from bloomery.data.dedup import hashing
 
@@ -37,7 +36,6 @@ OTHER_MODELS = (
 
 
 def _any(*phrases: str) -> str:
-    """One of several expressions."""
     return f"(?:{'|'.join(phrases)})"
 
 
@@ -164,7 +162,6 @@ Test = Callable[[Sequence[Conversation]], list[ChatFilterHit | None]]
 
 
 def said_by(conversation: Conversation, role: str) -> list[str]:
-    """What one role says, message after message."""
     return [message["content"] for message in conversation.messages if message["role"] == role]
 
 

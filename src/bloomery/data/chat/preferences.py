@@ -19,13 +19,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
 from bloomery.core.chat import as_message
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Config, DiskPath, DocumentCount, RowBytes, Seed
 from bloomery.data.chat import formats, readers
-from bloomery.data.chat.config import ChatFiles, ChatHub
-from bloomery.data.chat.formats import ChatRow, Fields
-from bloomery.data.chat.messages import Messages, RejectedRow, not_text
+from bloomery.data.chat.formats import ChatRow, Fields, Messages, RejectedRow, not_text
+from bloomery.data.chat.readers import ChatFiles, ChatHub
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
 from bloomery.data.readers.read import FieldIs, Name, first_unmet

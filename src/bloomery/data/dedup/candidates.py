@@ -61,7 +61,6 @@ def interruptible() -> Iterator[None]:
 
 
 def streamed(connection: "duckdb.DuckDBPyConnection", query: str) -> "Iterator[pa.RecordBatch]":
-    """The rows of a query, a batch at a time."""
     yield from connection.sql(query).to_arrow_reader(ROWS_PER_BATCH)
 
 

@@ -18,12 +18,11 @@ similar enough. A document is removed if and only if a kept document of lower ra
 documents are the first maximal independent set in the order of ranks. Edges stream by, sorted by their later end.
 Memory holds one byte per document, and eight more while clusters are formed.
 
-Lines and paragraphs that occur in many documents are navigation, notices and slogans. Their removal changes text,
-so it is off unless a recipe asks for it. Lines (or paragraphs) are equal if they differ only in letter case and
-white space. A line that occurs in enough kept documents is removed from all but the first in rank. Each removed
-line is recorded with its position, so that the text can be restored. Source: Raffel et al. 2020, Exploring the
-limits of transfer learning with a unified text-to-text transformer, 2.2, which does it with spans of three
-sentences.
+Lines and paragraphs that occur in many documents are navigation, notices and slogans. Their removal changes text, so it
+is off unless a recipe asks for it. Lines (or paragraphs) are equal if they differ only in letter case and white space.
+A line that occurs in enough kept documents is removed from all but the first in rank. Each removed line is recorded
+with its position, so that the text can be restored. Source: Raffel et al. 2020, Exploring the limits of transfer
+learning with a unified text-to-text transformer, 2.2, which does it with spans of three sentences.
 
 Search, decision and line removal share one file because they share ranks and read the same parts in turn.
 """
@@ -419,7 +418,6 @@ class Deduplicator:
 
 
 def _batched(rows: Iterator[tuple[Any, ...]], schema: "pa.Schema") -> "Iterator[pa.RecordBatch]":
-    """Rows as Arrow batches."""
     waiting: list[tuple[Any, ...]] = []
     for row in rows:
         waiting.append(row)

@@ -292,7 +292,6 @@ class Corpus:
         return {path.stem: pair for path, pair in zip(self.paths, zip(self.begins, ends, strict=True), strict=True)}
 
     def parts(self, **more: Any) -> list[Part]:
-        """One for each file."""
         return [
             Part(path.stem, {"path": str(path), "begin": begin, **more}, path.stat().st_size)
             for path, begin in zip(self.paths, self.begins, strict=True)

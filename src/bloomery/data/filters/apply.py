@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bloomery.data.documents import spans_by_size
-from bloomery.data.filters.base import Drops, FilterBase, Masks, RulePreset
-from bloomery.data.filters.features import BatchFeatures, Flags
-from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Urls
-from bloomery.data.filters.pii import Pii
+from bloomery.data.filters.features import BatchFeatures, Drops, FilterBase, Flags, Masks, RulePreset
+from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Pii, Urls
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 
 CHUNK_CHARACTERS = 2**20
@@ -120,10 +118,7 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "starcoder": (Code(min_comments=0.01, max_comments=0.8),),
     # The hard filter of 1386.ai's corpus, without its limit on letters outside ASCII, and with it
     "seed-1386": (Length(min_characters=100, min_words=20), Characters(max_non_letters=1.0)),
-    "seed-1386-ascii": (
-        Length(min_characters=100, min_words=20),
-        Characters(max_non_letters=1.0, min_ascii=0.8),
-    ),
+    "seed-1386-ascii": (Length(min_characters=100, min_words=20), Characters(max_non_letters=1.0, min_ascii=0.8)),
 }
 
 

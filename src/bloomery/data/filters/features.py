@@ -1,5 +1,5 @@
 """
-Text features that filters share, computed once for a whole batch of documents.
+What filters share: text features of a whole batch of documents, domains, results, word lists, and the preset filter.
 
 Each feature is computed once, for all documents of a batch at a time.
 
@@ -7,15 +7,24 @@ A table gives the properties of each Unicode character as bits of one byte. The 
 characters of a batch.
 
 Features and the character table share one file because every feature is counted from these bits.
+
+A recipe gives a word list in itself, or names a text file with one word a line. The filter `preset` stands for the
+filters of a known corpus, under the name of that corpus. A saved recipe spells these filters out.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.core import io as core_io
+from bloomery.core.config import Config
+from bloomery.core.errors import DataError
 from bloomery.core.extras import pa
 
 SPACE = 1
@@ -181,7 +190,6 @@ class BatchFeatures:
         return np.flatnonzero((self.bits & INNER) > 0)
 
     def characters(self, starts: Positions, ends: Positions) -> Positions:
-        """How many characters lie in each span of bytes."""
         if not len(self._inner):
             return ends - starts
         inner = np.searchsorted(self._inner, ends) - np.searchsorted(self._inner, starts)
@@ -189,7 +197,6 @@ class BatchFeatures:
 
     @cached_property
     def sizes(self) -> Positions:
-        """Characters of each document."""
         return self.characters(self.starts, self.ends)
 
     def each(self, places: Positions) -> Positions:
@@ -203,7 +210,6 @@ class BatchFeatures:
         return np.fromiter((np.count_nonzero(having[start:end]) for start, end in spans), np.int64, len(self))
 
     def places(self, character: str) -> Positions:
-        """Where a character stands."""
         if character.isascii():
             byte = character.encode()
             rare = self.data.count(byte) * RARE < len(self.data)
@@ -328,7 +334,6 @@ class BatchFeatures:
         return self.words.starts[first], self.words.ends[after - 1]
 
     def lines_with(self, lines: Spans, places: Positions) -> Flags:
-        """Which lines hold one of these positions."""
         flags: Flags = np.zeros(len(lines.starts), np.bool_)
         line = np.searchsorted(lines.starts, places, side="right") - 1
         inside = line >= 0
@@ -407,3 +412,118 @@ def sums(values: NDArray[np.int64] | Flags, spans: Spans) -> Positions:
 def shares(counts: NDArray[np.int64], whole: NDArray[np.int64]) -> FeatureValues:
     """part / whole, and 0 where there is nothing to share."""
     return np.asarray(counts / np.maximum(whole, 1))
+
+
+class FilterBase(Config):
+    domains: tuple[str, ...] | None = None
+    """Domains that the rule applies to. None: all."""
+
+
+class FilterHit(NamedTuple):
+    """One question asked of every document of a batch."""
+
+    reason: str
+    """A stable name like `gopher.too_few_words`, which dropped documents carry."""
+    broken: Flags
+    """Which documents it drops."""
+    values: FeatureValues
+    """What it saw of each document."""
+
+
+@runtime_checkable
+class Drops(Protocol):
+    """A rule that drops documents."""
+
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+        """
+        The rule's questions in order; the first that drops a document is its reason.
+
+        `live` are the documents that nothing has dropped so far; what is found of the others does not matter, so costly
+        questions leave them out. It is brought up to date between two questions.
+        """
+        ...
+
+
+def above(reason: str, values: NDArray[np.float64] | NDArray[np.int64], most: float | int) -> FilterHit:
+    """Drops what is over a limit."""
+    return FilterHit(reason, np.asarray(values > most), values.astype(np.float64))
+
+
+def below(reason: str, values: NDArray[np.float64] | NDArray[np.int64], least: float | int) -> FilterHit:
+    """Drops what is under a limit."""
+    return FilterHit(reason, np.asarray(values < least), values.astype(np.float64))
+
+
+@runtime_checkable
+class Masks(Protocol):
+    """A rule that replaces parts of a text."""
+
+    def masked(self, facts: BatchFeatures, asked: Flags) -> dict[int, tuple[str, Counter[str]]]:
+        """For each document of those asked whose text changes: the new text, and how many of each kind were in it."""
+        ...
+
+
+WORD = re.compile(r"\w+")
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file, lowered, without blank ones and those that begin with #. Raises DataError."""
+    try:
+        core_io.check_regular(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), hint="A list is UTF-8 text, one a line.") from None
+    stripped = (line.strip().lower() for line in text.split("\n"))
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+class Wordlist:
+    """Finds words and phrases in texts: whole words only, in any case."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        lowered = {entry.lower() for entry in entries}
+        self.words = frozenset(entry for entry in lowered if WORD.fullmatch(entry))
+        self.phrases = {
+            entry: re.compile(rf"(?<!\w){re.escape(entry)}(?!\w)") for entry in sorted(lowered - self.words)
+        }
+
+    def find(self, text: str) -> set[str]:
+        """Those entries that a text has."""
+        lowered = text.lower()
+        return set(self.words.intersection(WORD.findall(lowered))) | set(self._phrases(lowered))
+
+    def _phrases(self, lowered: str) -> Iterator[str]:
+        for entry, pattern in self.phrases.items():
+            if entry in lowered and pattern.search(lowered):
+                yield entry
+
+
+def wordlist(entries: tuple[str, ...], path: Path | None) -> Wordlist:
+    """The list of a rule: what the recipe spells out, and what stands in the file that it names."""
+    return _wordlist(entries, path, stamp(path))
+
+
+@cache
+def _wordlist(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> Wordlist:
+    return Wordlist([*entries, *(lines_of(path) if path is not None else ())])
+
+
+def stamp(path: Path | None) -> tuple[int, ...]:
+    """What changes with a file, as a part of the key of a cache: its number, size and time. () without a file."""
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:  # who reads the file says why it cannot be read
+        return ()
+    return () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+class RulePreset(FilterBase):
+    """
+    The rules of a known corpus, which `bloomery.data.filters.apply` lists.
+
+    A recipe that is loaded holds those rules in the place of this one, for the same domains.
+    """
+
+    kind: Literal["preset"] = "preset"
+    name: Literal["gopher", "c4", "fineweb", "fineweb-edu-like", "starcoder", "seed-1386", "seed-1386-ascii"]
+    """Name of the preset."""

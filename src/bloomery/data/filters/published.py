@@ -18,21 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from bloomery.core.bounds import DiskPath, PositiveLength, Ratio, Share, TextLength
+from bloomery.core.config import DiskPath, PositiveLength, Ratio, Share, TextLength
 from bloomery.core.hashing import GOLDEN, splitmix64
 from bloomery.data.filters import features
-from bloomery.data.filters.base import FilterBase, FilterHit, above, below, wordlist
 from bloomery.data.filters.features import (
     NEWLINE,
     BatchFeatures,
     FeatureValues,
+    FilterBase,
+    FilterHit,
     Flags,
     Positions,
     Spans,
+    above,
+    below,
     one_of,
     only,
     shares,
     sums,
+    wordlist,
 )
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")

@@ -131,7 +131,6 @@ def measure(scores: Scores, truth: Truth, kinds: Sequence[str], *, examples: Tru
 
 
 def area(scores: Scores, truth: Truth) -> float:
-    """The area under the ROC curve."""
     return float(metrics.roc_auc_score(truth, scores))
 
 

@@ -6,10 +6,9 @@ heuristic.
 
     score = (1 - heuristic_weight) · classifier + heuristic_weight · heuristic
 
-The preset "seed-1386" has the thresholds of 1386.ai's corpus (Plasma 1.1). It first drops toxic text (0.5 and more
-on the first 1,000 characters). Then it applies a threshold for each domain. The score there is 0.6 of the
-classifier and 0.4 of the heuristic, on the first 2,000 characters. It needs a classifier `quality` and a classifier
-`toxicity`.
+The preset "seed-1386" has the thresholds of 1386.ai's corpus (Plasma 1.1). It first drops toxic text (0.5 and more on
+the first 1,000 characters). Then it applies a threshold for each domain. The score there is 0.6 of the classifier and
+0.4 of the heuristic, on the first 2,000 characters. It needs a classifier `quality` and a classifier `toxicity`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from typing_extensions import TypedDict
 
-from bloomery.core.bounds import PositiveLength, Share
-from bloomery.core.config import Config
+from bloomery.core.config import Config, PositiveLength, Share
 from bloomery.core.errors import DataError
 from bloomery.core.records import read_record
 from bloomery.data.quality import scorer

@@ -2,9 +2,8 @@
 Turns local files into documents by the settings that all sources share.
 
 A source lists pieces (files, or groups of small files) and gives the items of each piece. An item is a row of the
-document schema (data/documents.py), or a rejected row with its reason. `items` reads one local file. Sources that
-fetch files from elsewhere pass a local path to it. The names of documents and their content do not depend on that
-path.
+document schema (data/documents.py), or a rejected row with its reason. `items` reads one local file. Sources that fetch
+files from elsewhere pass a local path to it. The names of documents and their content do not depend on that path.
 
 Conditions can be set on fields of a row, and on the length and lines of the text. They apply while a source is
 read, before any filter of the stage filter sees the document. Examples are a score that is too low, and code of too
@@ -23,8 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import ftfy
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Between, Bytes, DocumentCount, FieldNumber, RowBytes, Share, TextLength
-from bloomery.core.config import Config
+from bloomery.core.config import Between, Bytes, Config, DocumentCount, FieldNumber, RowBytes, Share, TextLength
 from bloomery.core.errors import DataError
 from bloomery.data.documents import DocumentRow
 from bloomery.data.readers import bytes as readers_bytes

@@ -1,9 +1,8 @@
 """
 Sources of documents: folders, tables, crawls, remote files, the standard library, toy worlds.
 
-A source lists its pieces and gives the complete documents of each. Their order depends on nothing but their names
-and the config. Data that cannot become a document also comes out, as a rejected row. Nothing is lost without a
-trace.
+A source lists its pieces and gives the complete documents of each. Their order depends on nothing but their names and
+the config. Data that cannot become a document also comes out, as a rejected row. Nothing is lost without a trace.
 
 Sources on the Hugging Face hub and on the web are in data/sources/remote.py.
 """
@@ -18,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from bloomery.core import io as core_io
-from bloomery.core.bounds import Between, DiskPath, Seed
+from bloomery.core.config import Between, DiskPath, Seed
 from bloomery.core.errors import DataError
 from bloomery.data import isolated
 from bloomery.data.readers import bytes as readers_bytes

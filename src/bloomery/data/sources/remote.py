@@ -34,8 +34,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from bloomery.core import cache, extras
 from bloomery.core import io as core_io
-from bloomery.core.bounds import Attempts
-from bloomery.core.config import VOLATILE, Config, packaged
+from bloomery.core.config import VOLATILE, Attempts, Config, packaged
 from bloomery.core.errors import DataError
 from bloomery.core.log import info
 from bloomery.data.readers import read
@@ -270,7 +269,6 @@ class AtHub(Reach):
 
     @property
     def repository(self) -> Repository:
-        """The data set that the settings name."""
         return Repository(self.dataset, self.revision, self.endpoint, self.mirrors, self.offline, self.attempts)
 
 

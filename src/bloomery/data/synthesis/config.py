@@ -21,10 +21,22 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Attempts, Between, Context, PositiveLength, Seed, TokenCount, Weight
-from bloomery.core.config import VOLATILE, Config, build, packaged, repeated
+from bloomery.core.config import (
+    VOLATILE,
+    Attempts,
+    Between,
+    Config,
+    Context,
+    PositiveLength,
+    Seed,
+    TokenCount,
+    Weight,
+    build,
+    packaged,
+    repeated,
+)
 from bloomery.core.extras import DATA
-from bloomery.data.chat.messages import not_text
+from bloomery.data.chat.formats import not_text
 
 SLOT = re.compile(r"\{(\w+)\}")
 

@@ -18,13 +18,11 @@ from bloomery.hw import kernel_trials, probes
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
-from bloomery.model.attention import compiled_flex, flexible_attention, softmax_attention
+from bloomery.model.attention import AttentionMask, compiled_flex, flexible_attention, softmax_attention
 from bloomery.model.kernels import cpu, reference, triton
 from bloomery.model.kernels.cpu import causal_attention
-from bloomery.model.layers import RMSNorm
-from bloomery.model.mask import AttentionMask
+from bloomery.model.layers import RMSNorm, rotate
 from bloomery.model.quantize import NF4, numbers
-from bloomery.model.rope import rotate
 
 import torch
 from torch import Tensor, nn

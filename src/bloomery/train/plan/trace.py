@@ -45,10 +45,9 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
-from bloomery.model.attention import FLEX_TOKENS
+from bloomery.model.attention import FLEX_TOKENS, AttentionMask
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu
-from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations

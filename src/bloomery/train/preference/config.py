@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Between, Context, InnerShare, Steps
-from bloomery.core.config import VOLATILE, Config, repeated
+from bloomery.core.config import VOLATILE, Between, Config, Context, InnerShare, Steps, repeated
 from bloomery.data.chat.preferences import Pairs, Problems
 from bloomery.train.config import AdamW, Adapters, LinearSchedule, Optimizer, Schedule, Training
 
