@@ -351,7 +351,7 @@ def limited(task: dict[str, Any], world: World) -> dict[str, Any]:
     saved = Path(task["out"]) / "checkpoints" / f"{3:09d}"
 
     def limit(state: State) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not saved.is_dir() and time.monotonic() < end:  # a thread may still be writing what came before
             time.sleep(0.01)
         if task["bytes"]:
