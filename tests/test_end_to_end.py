@@ -1,12 +1,12 @@
 """The whole way, small: every stage of a recipe, in one folder, killed, broken, and without room."""
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from bloomery.core.pipeline import content_hash
 from bloomery.recipe import STAGES
 from bloomery.stages.terminal import SHOWN_ANSWERS
 from bloomery.weights import hf
+from tests import warm
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
 NAMES = [stage.name for stage in STAGES if not stage.optional]
@@ -370,15 +371,22 @@ def weights(place: Place, stage: str, runs: Path | None = None) -> bytes:
 # --- killed --------------------------------------------------------------------------------------------------------
 
 
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was done before
+        os.kill(process, signal.SIGKILL)
+
+
 def killed(place: Place, runs: Path, stage: str, seconds: float) -> bool:
     """Run in a process of its own, and kill it this long after `stage` begins. False if it was done before."""
-    command = [sys.executable, "-m", "bloomery.cli", "run", str(place.recipe), "--runs", str(runs)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as run:
-        assert run.stderr is not None
-        for line in run.stderr:
+    words, env = ["run", str(place.recipe), "--runs", str(runs)], os.environ | {"OMP_NUM_THREADS": "1"}
+    read, write = os.pipe()
+    run = warm.start("bloomery.cli:main", [words], env, err=write)
+    os.close(write)
+    with open(read, encoding="utf-8") as shown:
+        for line in shown:
             if line.startswith(f"▸ {stage}"):
-                threading.Timer(seconds, run.kill).start()
-        code = run.wait()
+                threading.Timer(seconds, kill, (run.pid,)).start()
+    code = run.wait()
     assert code in (0, -signal.SIGKILL)
     return code != 0
 

@@ -1,6 +1,6 @@
 """
-Ranks for tests, forked from a process that has imported torch and the trainer: hundreds of ranks start, and the imports
-of each would take seconds. Ranks of a command that a test runs in a child process start as those of people do.
+Ranks and other processes for tests, forked from one that has imported torch and the trainer: hundreds of them start,
+and the imports of each would take seconds. A command that a test runs by itself starts its ranks as it does elsewhere.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -58,12 +58,15 @@ STARTS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 """In the place of the module `subprocess` in `launch`."""
 
 
-def start(function: str, arguments: list[Any], env: dict[str, str], calls: str = "") -> Process:
-    """A process that calls "package.module:name" with arguments of JSON, in a session of its own; and what it calls."""
-    request = {"function": function, "arguments": arguments, "env": env, "folder": os.getcwd()}
+def start(function: str, arguments: list[Any], env: Mapping[str, str], calls: str = "", err: int = 2) -> Process:
+    """
+    A process in a session of its own, which calls "package.module:name" with arguments of JSON and ends with the number
+    that it returns; imported before it starts is also the module of what it calls in its turn. `err` is its stderr.
+    """
+    request = {"function": function, "arguments": arguments, "env": dict(env), "folder": os.getcwd()}
     request["imports"] = [name.partition(":")[0] for name in (function, calls) if name]
     server = _server()
-    return Process(server, asked(server, request, [1, 2]))
+    return Process(server, asked(server, request, [1, err]))
 
 
 def asked(server: socket.socket, request: dict[str, Any], files: list[int] | None = None) -> Any:
