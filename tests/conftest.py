@@ -5,11 +5,13 @@ A busy machine is no failure, so examples of hypothesis have no deadline. Signal
 tests were started: a job in the background inherits a SIGINT that is ignored, and so would every process of a test.
 """
 
+import gc
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 # isort: off
-import tests.typechecked  # noqa: F401
+from tests import typechecked
 # isort: on
 
 import pytest
@@ -24,10 +26,33 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: to look through it again and again for garbage took a third of the time of imports."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: where workers share them, none is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_runtest_setup() -> None:
+    typechecked.begin_test()
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that `launch` starts are forked from a process that has imported all that they need."""
+    from bloomery.train import launch
+    from tests import warm
+
+    monkeypatch.setattr(launch, "subprocess", warm.STARTS)
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The whole way, small: every stage of a recipe, in one folder, killed, broken, and without room."""
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from bloomery.core.records import content_hash
 from bloomery.recipe import STAGES
 from bloomery.stages.terminal import SHOWN_ANSWERS
 from bloomery.weights import hf
+from tests import warm
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
 NAMES = [stage.name for stage in STAGES if not stage.optional]
@@ -370,20 +371,27 @@ def weights(place: Place, stage: str, runs: Path | None = None) -> bytes:
 # --- killed --------------------------------------------------------------------------------------------------------
 
 
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was done before
+        os.kill(process, signal.SIGKILL)
+
+
 def killed(place: Place, runs: Path, stage: str, seconds: float) -> bool:
     """Run in a process of its own, and kill it this long after `stage` begins. False if it was done before."""
-    command = [sys.executable, "-m", "bloomery.cli", "run", str(place.recipe), "--runs", str(runs)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as run:
-        assert run.stderr is not None
-        for line in run.stderr:
+    words, env = ["run", str(place.recipe), "--runs", str(runs)], os.environ | {"OMP_NUM_THREADS": "1"}
+    read, write = os.pipe()
+    run = warm.start("bloomery.cli:main", [words], env, err=write)
+    os.close(write)
+    with open(read, encoding="utf-8") as shown:
+        for line in shown:
             if line.startswith(f"▸ {stage}"):
-                threading.Timer(seconds, run.kill).start()
-        code = run.wait()
+                threading.Timer(seconds, kill, (run.pid,)).start()
+    code = run.wait()
     assert code in (0, -signal.SIGKILL)
     return code != 0
 
 
-KILLS = [("dedup", 0.1), ("pretrain", 0.6), ("pretrain", 0.2), ("finetune", 0.2), ("evaluate", 0.4)]
+KILLS = [("dedup", 0.1), ("pretrain", 0.3), ("finetune", 0.2)]
 """Where, and about how many seconds after it began."""
 
 
@@ -396,13 +404,12 @@ def whole(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_killed_at_five_moments_makes_the_same_models_bit_for_bit(
-    place: Place, whole: Path, tmp_path: Path, seed: int
+def test_a_run_killed_at_several_moments_makes_the_same_models_bit_for_bit(
+    place: Place, whole: Path, tmp_path: Path
 ) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(1)
     kills = sum(killed(place, tmp_path, stage, seconds * rng.uniform(0.1, 1.5)) for stage, seconds in KILLS)
-    assert kills >= 3
+    assert kills >= 2
     assert not killed(place, tmp_path, "nothing", 0)
     for name in ("pretrain", "finetune"):
         assert weights(place, name, tmp_path) == weights(place, name, whole)

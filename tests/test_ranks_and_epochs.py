@@ -1,6 +1,7 @@
 """The whole way on two ranks, and what it trains on over several epochs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf
-from tests.test_end_to_end import make_place
+from tests.test_end_to_end import Place, make_place
 
 import safetensors.torch
 import torch
@@ -47,27 +48,40 @@ def test_no_held_out_document_is_trained_on_in_any_epoch(tmp_path: Path) -> None
         assert np.array_equal(batch.ids, known[where])
 
 
+EXACT = ("pretrain.precision=float32", "finetune.precision=float32", "--until", "finetune")
+"""Rounding to bfloat16 would make much of little."""
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A run of one rank, and in `ranks` a copy of what it does before it trains."""
+    place = make_place(tmp_path_factory.mktemp("one"))
+    assert place.run("--until", "shard", runs=place.folder / "one") == 0
+    shutil.copytree(place.folder / "one", place.folder / "ranks", symlinks=True)
+    assert place.run(*EXACT, runs=place.folder / "one") == 0
+    return place
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("way", ["ranks", "torchrun"])
-def test_two_ranks_make_the_models_that_one_makes_up_to_rounding(tmp_path: Path, way: str) -> None:
-    """The first does all but training; in float32, as rounding to bfloat16 would make much of little."""
-    place = make_place(tmp_path)
-    words = ["run", str(place.recipe), "pretrain.precision=float32", "finetune.precision=float32", "--runs"]
-    assert cli.main([*words, str(tmp_path / "one")]) == 0
+def test_two_ranks_make_the_models_that_one_makes_up_to_rounding(one: Place, way: str) -> None:
+    """The first does all but training."""
+    words = ["run", str(one.recipe), *EXACT, "--runs", str(one.folder / way)]
     if way == "ranks":
-        assert cli.main([*words, str(tmp_path / "two"), "pretrain.num_processes=2", "finetune.num_processes=2"]) == 0
+        assert cli.main([*words, "pretrain.num_processes=2", "finetune.num_processes=2"]) == 0
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "bloomery.cli", *words, str(tmp_path / "two")]
+        command += ["-m", "bloomery.cli", *words]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("✓ pretrain") == 1  # only the first says what is done
     for name in ("pretrain", "finetune"):
-        found = [place.stage(name, tmp_path / folder) / "model" for folder in ("one", "two")]
-        one, two = (safetensors.torch.load_file(folder / hf.WEIGHTS) for folder in found)
-        assert one.keys() == two.keys()
-        apart = torch.cat([(one[weight] - two[weight]).abs().flatten() for weight in one])
+        found = [one.stage(name, one.folder / folder) / "model" for folder in ("one", way)]
+        alone, together = (safetensors.torch.load_file(folder / hf.WEIGHTS) for folder in found)
+        assert alone.keys() == together.keys()
+        apart = torch.cat([(alone[weight] - together[weight]).abs().flatten() for weight in alone])
         # Adam divides a gradient that is nothing but rounding by its own size, and so moves a weight here and there
         assert float(apart.quantile(0.9999)) < 1e-6
         assert float(apart.max()) < 1e-4

@@ -71,6 +71,10 @@ class Block:
     """Why it does not run; "" where it does."""
 
     @property
+    def runs(self) -> bool:
+        return not self.reason and not self.file and self.language in ("sh", "python")
+
+    @property
     def file(self) -> str:
         """The file that its text is written to, or ""."""
         named = FILE_NAME.match(self.text.partition("\n")[0]) if self.language in RUN else None
@@ -348,7 +352,7 @@ class Workshop:
         place = self.folder / name
         shutil.copytree(self.materials, place)
         with contextlib.suppress(SnippetError):
-            if any(not block.reason and RUNS.search(block.text) for block in list(blocks(text))):
+            if any(block.runs and RUNS.search(block.text) for block in list(blocks(text))):
                 shutil.copytree(self.runs, place / "runs", symlinks=True)
         return place
 
@@ -381,7 +385,7 @@ def _is_slow(page: Path) -> bool:
     """A page of which a block runs: that takes a server of everything, and often a model. Others are only checked."""
     text = page.read_text(encoding="utf-8")
     with contextlib.suppress(SnippetError):
-        return any(not block.file and not block.reason and block.language in ("sh", "python") for block in blocks(text))
+        return any(block.runs for block in blocks(text))
     return False
 
 

@@ -63,7 +63,7 @@ def outlive(code: str, name: str, at_least: int) -> dict[int, str]:
     before = marked(name)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 30  # a namespace that ends on a busy machine takes seconds
+    deadline = time.monotonic() + 120  # a namespace that ends on a busy machine takes seconds
     while (left := [pid for pid in before if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:

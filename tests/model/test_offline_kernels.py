@@ -43,8 +43,9 @@ def test_what_is_known_is_of_these_kernels_and_stands_in_the_docs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["gfx1151", "gfx942", "sm_90"])
 def test_every_kernel_compiles_for_a_target_and_takes_what_is_known(target: str) -> None:
+    """For a chip of each kind: whoever changes a kernel compiles it for all of them, or the digest differs."""
     told = asked(target)
     assert told["faults"] == []
     assert set(told["kernels"]) == set(KNOWN["kernels"])

@@ -310,7 +310,9 @@ def test_of_too_many_requests_each_is_told_when_to_come_again(monkeypatch: pytes
         waiting = [clients.submit(patient.chat.completions.create, model="bloom", messages=ASK) for _ in range(3)]
         while True:  # whoever does not wait leaves the line again
             with suppress(httpx.ReadTimeout):
-                refused = httpx.post(url + CHAT, json={"model": "bloom", "messages": ASK}, timeout=0.5)
+                refused = httpx.post(
+                    url + CHAT, json={"model": "bloom", "messages": ASK}, timeout=httpx.Timeout(60, read=0.5)
+                )
                 break
         with pytest.raises(openai.RateLimitError, match="3 requests wait already"):
             client.chat.completions.create(model="bloom", messages=ASK)
@@ -331,7 +333,7 @@ def test_a_request_that_left_the_line_makes_room_at_once(monkeypatch: pytest.Mon
             time.sleep(0.01)
         for _ in range(3):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(url + CHAT, json={"model": "bloom", "messages": ASK}, timeout=0.5)
+                httpx.post(url + CHAT, json={"model": "bloom", "messages": ASK}, timeout=httpx.Timeout(60, read=0.5))
         second = clients.submit(post, url)
         time.sleep(0.2)
         gate.set()

@@ -345,7 +345,7 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_stops_the_model() -> Non
     with serving(FakeModels(bloom)) as url:
         body = {"model": "bloom", "messages": LONG, "max_tokens": 100_000}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=1)
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=1))
         assert bloom.closed.wait(60)
     assert bloom.words_said < 10_000
 
@@ -367,7 +367,7 @@ def test_a_client_that_leaves_stops_its_own_answer_alone() -> None:
         body = {"model": "bloom", "messages": LONG, "max_tokens": 100_000}
         stays = clients.submit(httpx.post, f"{url}/v1/chat/completions", json={**body, "max_tokens": 200}, timeout=60)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=1)
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=1))
         assert wait_for(lambda: len(bloom.spans) == 1)
         assert stays.result().json()["usage"]["completion_tokens"] == 200
 

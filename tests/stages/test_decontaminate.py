@@ -62,13 +62,13 @@ def written(texts: dict[str, str], folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 @needs_sets
-def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp_path: Path) -> None:
+def test_eighty_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp_path: Path) -> None:
     rng = random.Random(0)
     asked = [one for one in questions() if len(one[2].split()) >= 4]
-    clean = clean_texts(1200)
+    clean = clean_texts(600)
     texts = {f"clean-{number}": text for number, text in enumerate(clean)}
     planted = {}
-    for number, one in enumerate(rng.sample(asked, 200)):
+    for number, one in enumerate(rng.sample(asked, 80)):
         host = rng.choice(clean)[:3000]
         cut = rng.randrange(len(host))
         planted[f"planted-{number}"] = one
@@ -80,8 +80,8 @@ def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alon
     listed = {(hit["id"], hit["task"], hit["row"]) for hit in documents.part_rows(tmp_path / "out" / "hits.parquet")}
     assert {(name, task, row) for name, (task, row, _) in planted.items()} <= listed
     assert all(row["reason"].startswith("decontaminate.") for row in dropped.values())
-    assert stats["documents"] == 1400 == stats["kept"] + stats["dropped"]
-    false = len(dropped) - 200
+    assert stats["documents"] == 680 == stats["kept"] + stats["dropped"]
+    false = len(dropped) - 80
     print(json.dumps({"clean documents": len(clean), "dropped of them": false}))
     assert false <= len(clean) * 0.005
 

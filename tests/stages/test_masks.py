@@ -227,7 +227,11 @@ def test_masks_of_a_sample_of_each_set_are_what_a_checker_of_their_own_derives(
 @pytest.mark.slow
 @templates
 def test_masks_of_every_set_are_what_a_checker_of_their_own_derives(template: str, tmp_path: Path) -> None:
-    compared(template, tmp_path, [TEXTS / f"{name}.jsonl.zst" for name in SETS])
+    """All rows with our own template, and an eighth of them with the others."""
+    whole = template == "bloomery"
+    compared(
+        template, tmp_path, [TEXTS / f"{name}.jsonl.zst" if whole else sample(tmp_path, name, 32) for name in SETS]
+    )
 
 
 def lines(name: str) -> list[bytes]:

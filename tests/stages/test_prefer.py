@@ -134,6 +134,7 @@ def test_what_a_killed_run_left_is_made_again_where_it_was_damaged(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> None:
     config = settings(pairs=pairs(tmp_path), steps=3)
     found = []

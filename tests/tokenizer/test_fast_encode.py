@@ -1,6 +1,7 @@
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Callable
 from functools import cache
 from typing import Any, get_args
@@ -108,7 +109,9 @@ def test_both_libraries_cut_every_letter_of_unicode_alike(name: PatternName, ste
     )
     every = [chr(code) for codes in given for code in codes]
     for at in range(0, len(every), 2000):
-        texts = ["".join(f"{lead}{one}\n" for one in every[at : at + 2000]) for lead in ("a", "A", ".", " ", "1", "'")]
+        some = every[at : at + 2000]
+        leads = ".a" if set(map(unicodedata.category, some)) <= {"Lo", "Cn"} else "aA. 1'"  # letters join the a alone
+        texts = ["".join(f"{lead}{one}\n" for one in some) for lead in leads]
         assert [ids.tolist() for ids in encoder.encode_batch(texts)] == Tokenizer(inner).encode_batch(texts)
 
 
@@ -168,9 +171,9 @@ def test_hard_texts_special_tokens_and_characters_without_pieces_too(place: int)
 
 
 @pytest.mark.slow
-def test_thousands_of_documents_have_the_same_ids() -> None:
-    texts = documents(6000)
-    tokenizer = tokenizer_train.train_sentencepiece(texts[::3], SentencePiece(vocab_size=8000))
+def test_a_thousand_documents_have_the_same_ids() -> None:
+    texts = documents(1500)
+    tokenizer = tokenizer_train.train_sentencepiece(texts[::3], SentencePiece(vocab_size=4000))
     encoder = Encoder(tokenizer)
     assert encoder.name == "tiktoken"
     for at in range(0, len(texts), 500):

@@ -27,7 +27,7 @@ from bloomery.weights import gguf
 from tests.tokenizer.test_jinja_template import FAMILIES, FOLDER, Family, content, trained
 from tests.weights.made import published
 
-CONVERSATIONS = int(os.environ.get("BLOOMERY_TEST_CONVERSATIONS", "300"))
+CONVERSATIONS = int(os.environ.get("BLOOMERY_TEST_CONVERSATIONS", "100"))
 """Of each template: all 24,000 of 12 templates take four minutes with 2000."""
 MARKS, LETTER = ("\ue0f0", "\ue0f1"), "\ue0ff"
 THINKING, THOUGHT_ENDS = ("qwen3", "deepseek"), "\n</think>\n\n"

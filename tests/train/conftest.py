@@ -8,6 +8,11 @@ import pytest
 from tests.train.made import ADAMW, MUON, run, write_samples
 
 
+@pytest.fixture(autouse=True)
+def ranks_start_at_once(warm_ranks: None) -> None:
+    """All that this process starts. Those of a child process start as people start them."""
+
+
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples to train and to validate on, which nobody writes to."""

@@ -160,12 +160,11 @@ def test_any_number_of_ranks_is_one_whether_they_hold_parts_or_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["none", "full"])
-def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_path: Path, level: str) -> None:
+def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_path: Path) -> None:
     """Between the exchanges of weights, which no compiled code holds."""
     settings: dict[str, Any] = {"optimizer": ADAMW, "eval_every": 5, "micro_batch_tokens": 16}
     run(shards, tmp_path / "plain", 2, parallelism="fsdp", **settings)
-    run(shards, tmp_path / "fast", 2, parallelism="fsdp", compile="on", activation_checkpointing=level, **settings)
+    run(shards, tmp_path / "fast", 2, parallelism="fsdp", compile="on", activation_checkpointing="full", **settings)
     [verdict] = json.loads((tmp_path / "fast" / "compile.json").read_text()).values()
     assert verdict["compiled"], verdict
     assert re.search(r"; \d+ graphs? compiled in", verdict["why"]), verdict
@@ -352,7 +351,7 @@ def limited(task: dict[str, Any], world: World) -> dict[str, Any]:
     saved = Path(task["out"]) / "checkpoints" / f"{3:09d}"
 
     def limit(state: State) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not saved.is_dir() and time.monotonic() < end:  # a thread may still be writing what came before
             time.sleep(0.01)
         if task["bytes"]:

@@ -41,7 +41,7 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
 def ranks_left(folder: Path) -> list[int]:
     """The ranks' processes that are still there, a moment later."""
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.05)
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

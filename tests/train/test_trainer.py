@@ -651,7 +651,7 @@ def test_a_run_that_is_asked_to_stop_in_its_last_save_or_as_it_leaves_its_model_
 # --- A training process that gets SIGTERM -----------------------------------------------------------------------------
 
 
-GRACE_SECONDS = 30
+GRACE_SECONDS = 120
 ALONE = """
 import sys
 from pathlib import Path

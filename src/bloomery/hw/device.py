@@ -342,18 +342,21 @@ def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
     generator = torch.Generator(torch_device).manual_seed(0)  # its own: a run's random numbers stay as they are
     # Random numbers: matrices of ones switch few transistors, and a GPU meets no power limit with them.
     left, right = (torch.randn(size, size, device=torch_device, generator=generator).to(dtype) for _ in range(2))
-    warm, seconds = WARM_SECONDS.get(kind, 0.0), list[float]()
-    began = time.perf_counter()
-    torch.mm(left, right)  # the first one also sets up the library
-    device.synchronize()
-    while time.perf_counter() < began + warm:
-        torch.mm(left, right)
-        device.synchronize()
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or not seconds:
+
+    def timed(left: torch.Tensor, right: torch.Tensor) -> float:
         before = now(device)
         torch.mm(left, right)
         device.synchronize()
-        seconds.append(now(device) - before)
+        return now(device) - before
+
+    few = slice(size // 8)
+    small = [timed(left[few, few], right[few, few]) for _ in range(2)]  # the first one also sets up the library
+    if kind == "cpu" and 8**3 * small[1] > SECONDS:  # a CPU without units for the format would take 20 seconds
+        left, right, size = left[few, few], right[few, few], size // 8
+    seconds, began = [timed(left, right)], time.perf_counter()
+    while time.perf_counter() < began + WARM_SECONDS.get(kind, 0.0) + SECONDS:
+        seconds.append(timed(left, right))
+        if time.perf_counter() < began + WARM_SECONDS.get(kind, 0.0):
+            seconds.clear()
     typical = min(seconds) if kind == "cpu" else statistics.median(seconds)
     return 2.0 * size**3 / typical
