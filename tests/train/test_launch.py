@@ -25,6 +25,10 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
     world.barrier()
     if world.rank == 1 and task["do"] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and task["do"] == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if world.rank == 1 and task["do"] == "lag":
+        time.sleep(60)
     if world.rank == 1 and task["do"] == "refuse":
         raise DataError("is bad", where="shard 7", hint="Get another.")
     if world.rank == 1 and task["do"] == "crash":
@@ -75,6 +79,20 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
     assert time.monotonic() - began < 200
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_named_with_its_collective_and_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes no connection, so that the others would wait for it within torch."""
+    monkeypatch.setenv("BLOOMERY_RANK_SECONDS", "10")
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    told = r"rank 0, in sum: rank 1 \(.*, process \d+, after collective \d+\) gave no sign of life for 10 s\n.*resumes"
+    with pytest.raises(RunError, match=told):
+        launch.run("tests.train.test_launch:act", {"do": "freeze", "folder": str(tmp_path)}, ranks=2)
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert ranks_left(tmp_path) == []
 
 
 @pytest.mark.slow

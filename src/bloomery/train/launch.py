@@ -98,7 +98,7 @@ def stage_on_rank(task: Mapping[str, Any], world: World) -> Answer:
 
 def by_first_process(work: Callable[[], None]) -> None:
     """Of the processes that torchrun has started: the first calls `work`, and the others only train with it."""
-    launcher.address()  # before hours of data stages, at whose end the processes meet
+    distributed.meet()  # before hours of data stages
     process = launcher.launched()
     if process is not None and process.rank > 0:
         follow()
@@ -119,6 +119,7 @@ def follow() -> None:
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
     distributed.hand_out(len(_handed_out), {"function": ""})
+    distributed.part()
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
