@@ -115,6 +115,22 @@ def _run_verbs(verbs: Any) -> None:
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
     verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
+    machines = _group(verb, "several machines", "run recipes/demo.toml --hosts hosts.txt --runs /shared/runs")
+    hosts = "start ranks by ssh on the hosts of this file, with a line `HOST slots=N` for each"
+    machines.add_argument("--hosts", type=_path, metavar="FILE", help=hosts)
+
+    brief = "print a script that runs a recipe on several machines"
+    verb = _verb(verbs, "launch", brief, "bloomery launch recipes/demo.toml --on slurm --machines 2 > job.sh")
+    _recipe_arguments(verb)
+    verb.add_argument("--on", choices=("slurm", "skypilot"), required=True, help="the program that starts the script")
+    verb.add_argument("--machines", type=_whole(1, 256), default=1, metavar="N", help="number of machines (default: 1)")
+    ranks = "ranks, and GPUs, of each machine (default: 8)"
+    verb.add_argument("--per-machine", type=_whole(1, 1024), default=8, metavar="N", help=ranks)
+    verb.add_argument("--cpu", action="store_true", help="ask Slurm for no GPUs")
+    verb.add_argument("--hours", type=_whole(1, 8760), default=24, help="time limit for Slurm (default: 24)")
+    verb.add_argument("--gpu", default="H100", metavar="NAME", help="SkyPilot's name of the GPU (default: H100)")
+    volume = "SkyPilot's name of the volume that holds the runs (default: bloomery-runs)"
+    verb.add_argument("--volume", default="bloomery-runs", metavar="NAME", help=volume)
 
     verb = _verb(
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
@@ -450,22 +466,52 @@ def show_help(options: argparse.Namespace) -> int:
     return 0
 
 
+def launch(options: argparse.Namespace) -> int:
+    from bloomery.core import config
+    from bloomery.hw import hosts
+    from bloomery.recipe import Recipe
+
+    name = config.load(Recipe, options.recipe, options.settings).name
+    words = ["run", str(options.recipe), *options.settings, "--runs"]
+    machines, ranks = options.machines, options.per_machine
+    if options.on == "slurm":
+        command = [sys.executable, "-m", "bloomery.cli", *words, str(options.runs)]
+        script = hosts.slurm_script(command, name, machines, ranks, not options.cpu, options.hours)
+    else:
+        runs = str(options.runs) if options.runs.is_absolute() else f"/shared/{options.runs}"
+        script = hosts.skypilot_yaml([*words, runs], name, machines, ranks, options.gpu, options.volume)
+    print(script, end="")
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
-    if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
+    from bloomery.hw import launcher
+
+    launcher.adopt()
+    if (
+        os.environ.get("RANK", "0") == "0" and not options.hosts
+    ):  # of processes that a launcher has started, the first one talks
         log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
     from bloomery.core import pipeline, run_dir
-    from bloomery.hw import launcher
     from bloomery.stages import terminal
 
     alone, asked = launcher.num_processes() == 1, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
-        if alone and (root := command.up_to_date()) is not None and asked in (None, *run_dir.current(root)):
+        if (
+            alone
+            and not options.hosts
+            and (root := command.up_to_date()) is not None
+            and asked in (None, *run_dir.current(root))
+        ):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
-            _run_recipe(options, command, remember=alone)
+            if options.hosts:
+                _run_on_hosts(options)
+            else:
+                _run_recipe(options, command, remember=alone)
         except (KeyboardInterrupt, Terminated) as ended:
             code = INTERRUPTED if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)
             how = "Interrupted" if code == INTERRUPTED else "Ended as asked"
@@ -492,10 +538,23 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     by_first_process(work)
 
 
+def _run_on_hosts(options: argparse.Namespace) -> None:
+    from bloomery.core import config
+    from bloomery.hw import hosts
+    from bloomery.recipe import Recipe
+
+    config.load(Recipe, options.recipe, options.settings)  # whose errors need no machine but this one
+    path, options.hosts = options.hosts, None
+    words = shlex.split(_again(options, stages=True))[1:] + (["--verbose"] if options.verbose else [])
+    options.hosts = path
+    hosts.start([sys.executable, "-m", "bloomery.cli", *words], path)
+
+
 def _again(options: argparse.Namespace, *, stages: bool = False) -> str:
     """The command of a run, without `--until` and `--only` unless `stages`."""
     words = ["bloomery", "run", str(options.recipe), *options.settings]
     words += ["--runs", str(options.runs)] if options.runs != Path("runs") else []
+    words += ["--hosts", str(options.hosts)] if options.hosts else []
     chosen = [word for name in ("until", "only") if (stage := getattr(options, name)) for word in (f"--{name}", stage)]
     return shlex.join([*words, *chosen] if stages else words)
 
@@ -755,6 +814,7 @@ def doctor(options: argparse.Namespace) -> int:
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "": show_help,
     "run": run,
+    "launch": launch,
     "plan": plan,
     "status": status,
     "clean": clean,

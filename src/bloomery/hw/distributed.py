@@ -347,8 +347,8 @@ def meet() -> None:
 
 class Watch:
     """
-    Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all signs,
-    and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
+    Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all of
+    them, and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
     within torch, where nothing reaches it, so the watch ends the process: with exit code 2, and an error that names the
     rank and its last collective. Looks are counted and not seconds, because a process that was stopped missed some.
     """
@@ -411,14 +411,18 @@ class Watch:
                 self._store.set(f"sign/{self._world.rank}", self._sign())
                 self._look()
                 self._looks += 1
-            except RuntimeError:  # the store is gone, as at the end of a job; if it is not the end, `_mind_store` ends it
+            except (
+                RuntimeError
+            ):  # the store is gone, as at the end of a job; if it is not the end, `_mind_store` ends it
                 pass
             time.sleep(SECONDS_BETWEEN_SIGNS)
 
     def _look(self) -> None:
         looked_at = range(self._world.size) if self._wide else [0]
         there = [rank for rank in looked_at if self._seen.get(rank, ("", 0))[0] or self._store.check([f"sign/{rank}"])]
-        signs = dict(zip(there, self._store.multi_get([f"sign/{rank}" for rank in there]), strict=True)) if there else {}
+        signs = (
+            dict(zip(there, self._store.multi_get([f"sign/{rank}" for rank in there]), strict=True)) if there else {}
+        )
         for rank in looked_at:
             sign, (before, looks) = signs.get(rank, b"").decode(), self._seen.get(rank, ("", 0))
             self._seen[rank] = (sign, looks + 1 if sign == before else 0)
@@ -431,7 +435,9 @@ class Watch:
                 what = f"{self._named(rank)} gave no sign of life for {seconds} s"
                 if self._world.is_first:
                     self._store.set("lost", what)
-                    time.sleep(2 * SECONDS_BETWEEN_SIGNS)  # in which the others hear of it, from a store of this process
+                    time.sleep(
+                        2 * SECONDS_BETWEEN_SIGNS
+                    )  # in which the others hear of it, from a store of this process
                 self._end(what)
         if not self._world.is_first and self._store.check(["lost"]) and (what := self._store.get("lost").decode()):
             self._end(what)

@@ -23,8 +23,18 @@ PROCESSES_A_CORE = 8
 
 
 MPI = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "MVAPICH2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 """Of each mpirun: rank, size, local rank and local size. Intel MPI has the names of MPICH."""
@@ -71,7 +81,9 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
         if names[0] in env and names[3] in env:
             rank, size, local_rank, local_size = (_task_number(name, env, tool) for name in names)
             job, hosts = "", "127.0.0.1" if local_size == size else ""
-            cure = f"With several machines, hand on the first one's name as MASTER_ADDR, in {tool} by an option of mpirun."
+            cure = (
+                f"With several machines, hand on the first one's name as MASTER_ADDR, in {tool} by an option of mpirun."
+            )
             break
     else:
         if SLURM[1] not in env:
@@ -79,7 +91,10 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
         rank, size, local_rank = (_task_number(name, env, "srun") for name in SLURM)
         local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else size
         hosts = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-        job, cure = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}", "Set MASTER_ADDR to the first host."
+        job, cure = (
+            f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
+            "Set MASTER_ADDR to the first host.",
+        )
     if size == 1:
         return
     if not (env.get("MASTER_ADDR") or hosts):
