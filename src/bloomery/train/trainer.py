@@ -27,6 +27,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
+from bloomery.hw.monitor import GpuMonitor
 from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
@@ -56,7 +57,7 @@ from bloomery.train.step import CausalLMLoss, Gradients, LossFunction, clipping,
 from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
 from bloomery.weights.checkpoint import RetentionPolicy, Saver
 
-LOG = "log.txt"
+LOG, GPUS = "log.txt", "gpus.csv"
 STEPS_BETWEEN_TRIMS = 25
 FEWEST_STEPS_BETWEEN = 10
 """Of the ends of epochs that are evaluated: each evaluation saves a checkpoint too."""
@@ -500,8 +501,10 @@ class TrainingRun:
 
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:
+        every = self.config.gpu_stats_every_seconds if self.world.is_first else 0
         with (
             Metrics(self._desk / METRICS, state.step) as metrics,
+            GpuMonitor(every, self._desk / GPUS if self.config.gpu_csv else None) as gpus,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
             recorder = MetricsLogger(
@@ -515,6 +518,7 @@ class TrainingRun:
                 peak_flops=fsdp.peak(device, self.world),
                 listed_flops=listed_peak(device, self.world.size),
                 bytes_per_token=self._validation.bytes_per_token,
+                gpus=gpus,
             )
             of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
             messages = [
