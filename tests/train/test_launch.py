@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ from bloomery.core.errors import DataError, RunError
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import Batch
 from bloomery.train import launch
-from tests.train.made import lines, newest_state, wait_for_steps
+from bloomery.train.precision import Precision
+from bloomery.train.step import CausalLMLoss, LossSums
+from tests.train.made import lines, newest_state, session, wait_for_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,6 +98,31 @@ def test_a_frozen_rank_is_named_with_its_collective_and_the_job_ends(
         launch.run("tests.train.test_launch:act", {"do": "freeze", "folder": str(tmp_path)}, ranks=2)
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
+
+
+class Broken(CausalLMLoss):
+    """A device that now and then computes what is no number."""
+
+    calls = 0
+
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
+        sums = super().losses(model, micro_batch, precision, scale)
+        Broken.calls += 1
+        return LossSums(*(one * math.nan for one in sums[:2])) if Broken.calls == 3 else sums
+
+
+def broken(task: dict[str, Any], world: World) -> dict[str, Any]:
+    made = session(Path(task["shards"]), Path(task["out"]), world)
+    made.loss_function = Broken() if world.rank == 1 else CausalLMLoss()
+    return made.run()
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_no_number_is_named_and_its_step_changes_no_weight(shards: Path, tmp_path: Path) -> None:
+    done = launch.run("tests.train.test_launch:broken", {"shards": str(shards), "out": str(tmp_path / "out")}, 2)
+    skipped = [line["skipped"] for line in lines(tmp_path / "out", "skipped")]
+    assert skipped == ["the loss is nan, from rank 1 of 2"]
+    assert (done["steps"], done["skipped_steps"]) == (9, 1)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ is cut, closes no connection. So all ranks give signs of life (`Watch`), and end
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -188,8 +189,8 @@ def hand_out(number: int, task: Any) -> None:
         _store().set(f"task/{number}", json.dumps(task))
 
 
-def part() -> None:
-    """Give no more heed to the other ranks, which end."""
+def stop_watching() -> None:
+    """Blame no rank from now on: ranks end one by one."""
     for watch in _watches:
         watch.rest()
 
@@ -227,7 +228,7 @@ def joined(number: int = 0) -> Iterator[World]:
     try:
         yield world
     finally:
-        part()  # ranks end one by one, and may be rescuing weights
+        stop_watching()  # a rank may still rescue weights when others have ended
         dist.destroy_process_group()
 
 
@@ -329,12 +330,19 @@ def _store() -> Any:
         raise RunError(what, where=f"{host}:{port}", hint=hint) from None
     process = launcher.launched()
     assert process is not None
-    # torchrun keeps its store, and begins again with another number of ranks, or of attempts
-    attempt = f"bloomery/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{process.size}"
-    watch = Watch(c10d.PrefixStore(attempt, own), World(process.rank, process.size), process.local_size < process.size)
-    watch.start()
+    watch = Watch(own, World(process.rank, process.size), process.local_size < process.size)
     _watches.append(watch)
-    return c10d.PrefixStore(attempt, store)
+    kept = elsewhere and launcher.TASK_FOLDER not in os.environ
+    if kept and process.rank:
+        hello = f"{process.rank}/{secrets.token_hex(8)}"
+        store.set(f"hello/{process.rank}", hello)
+        with _together("welcome"):
+            store.wait([f"welcome/{hello}"], JOIN)
+        watch.attempt = store.get(f"welcome/{hello}").decode()
+    elif kept:
+        watch.attempt = secrets.token_hex(8)
+    watch.start()
+    return c10d.PrefixStore(watch.attempt, store)
 
 
 def meet() -> None:
@@ -349,13 +357,18 @@ class Watch:
     """
     Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all of
     them, and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
-    within torch, where nothing reaches it, so the watch ends the process: with exit code 2, and an error that names the
+    within torch, where nothing reaches it. So the watch ends the process with exit code 2, and an error that names the
     rank and its last collective. Looks are counted and not seconds, because a process that was stopped missed some.
     """
 
     def __init__(self, store: Any, world: World, several_machines: bool) -> None:
         """`store` is a connection of its own. On one machine the store cannot be out of reach."""
-        self._store, self._world, self._several = store, world, several_machines
+        self.attempt = "bloomery"
+        """
+        What keys begin with. torchrun keeps its store when it begins again, and its agents count attempts differently.
+        So the first rank takes a new name, and tells it to all who say hello.
+        """
+        self._root, self._store, self._world, self._several = store, store, world, several_machines
         self.collective, self._count = "start", 0
         self._looks, self._resting, self._wide = 0, False, world.is_first
         self._seen: dict[int, tuple[str, int]] = {}
@@ -364,6 +377,7 @@ class Watch:
         self._patience = limit / SECONDS_BETWEEN_SIGNS
 
     def start(self) -> None:
+        self._store = c10d.PrefixStore(self.attempt, self._root)
         if self._world.is_first:
             self._store.set("lost", "")
         for work in (self._give_signs, self._mind_store):
@@ -417,8 +431,16 @@ class Watch:
                 pass
             time.sleep(SECONDS_BETWEEN_SIGNS)
 
+    def _welcome(self) -> None:
+        """Tell the name of this attempt to the ranks that are not there yet. Earlier hellos have no reader."""
+        for rank in range(1, self._world.size):
+            if not self._seen.get(rank, ("", 0))[0] and self._root.check([f"hello/{rank}"]):
+                self._root.set(f"welcome/{self._root.get(f'hello/{rank}').decode()}", self.attempt)
+
     def _look(self) -> None:
         looked_at = range(self._world.size) if self._wide else [0]
+        if self._world.is_first:
+            self._welcome()
         there = [rank for rank in looked_at if self._seen.get(rank, ("", 0))[0] or self._store.check([f"sign/{rank}"])]
         signs = (
             dict(zip(there, self._store.multi_get([f"sign/{rank}" for rank in there]), strict=True)) if there else {}
@@ -497,7 +519,7 @@ def _together(what: str) -> Iterator[None]:
 
 def _lost(what: str, error: BaseException) -> NoReturn:
     first = str(error).strip().partition("\n")[0]
-    part()
+    stop_watching()
     parent = launcher.TASK_FOLDER in os.environ  # which knows better
     named = "".join(watch.lost() for watch in _watches if not parent)
     hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."

@@ -4,11 +4,11 @@ One command on several machines: ranks by ssh from a file of hosts, and scripts 
     bloomery run RECIPE --hosts FILE     one ssh a host, each of which starts the ranks of that host (`_serve`)
     bloomery launch RECIPE --on slurm    a script that another program starts
 
-A line of the file is `HOST` or `HOST slots=N`, as Open MPI has it: N ranks, 1 where nothing is said. The first host has
+A line of the file is `HOST` or `HOST slots=N`, as Open MPI has it: N ranks, by default 1. The first host has
 the first rank. The command, the folder and the interpreter have the same paths on every machine, and the run folder is
 on a file system that all of them see.
 
-ssh hands no signal on. So each host reads its standard input: a line of JSON says what to start, the line "stop" asks
+ssh hands no signal on. So each host reads its standard input. A line of JSON says what to start. The line "stop" asks
 the ranks to stop, and the end of the input ends them. The end comes also where this process is killed.
 """
 
@@ -178,7 +178,7 @@ def _hang_up(process: "subprocess.Popen[bytes]") -> None:
     assert process.stdin is not None
     try:
         process.stdin.close()
-    except OSError:  # what it was still to be told has no reader
+    except OSError:  # its last line has no reader
         return
 
 

@@ -98,7 +98,7 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
     if size == 1:
         return
     if not (env.get("MASTER_ADDR") or hosts):
-        raise ConfigError(f"{size} processes were started, and MASTER_ADDR is not set", where="environment", hint=cure)
+        raise ConfigError(f"MASTER_ADDR is not set, and there are {size} processes", where="environment", hint=cure)
     env.setdefault("MASTER_ADDR", hosts)
     env.setdefault("MASTER_PORT", str(port_of(job)))
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size, "WORLD_SIZE": size}

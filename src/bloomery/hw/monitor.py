@@ -4,7 +4,7 @@ Use, memory, power and temperature of this machine's GPUs while a run trains: re
     amdgpu's files below /sys/class/drm, else amd-smi, else rocm-smi      NVML by nvidia-ml-py, else nvidia-smi
 
 Files come first, since nothing has to be started for them. A tool that does not answer in time is ended. It is then
-left alone, like one whose answer cannot be read, and that is said once. A number that no GPU can have is left out.
+left alone, like one whose answer cannot be read, and a message names it once. A number that no GPU can have is left out.
 Where no driver shows a GPU, no thread starts and no tool is looked for.
 
 Sources: the Linux kernel's Documentation/gpu/amdgpu/thermal.rst and driver-misc.rst, NVML's API reference, and the
@@ -38,7 +38,7 @@ RANGES = {
 }
 """What a GPU tells, and which numbers are no mistake."""
 HEIGHTS = ("memory_bytes", "temperature_celsius")
-"""Of these the largest since the last line is told, of others the mean."""
+"""Of these a line of metrics has the largest since the last line, of use and power the mean."""
 ANSWER_SECONDS = 10.0
 MAX_GPUS, MAX_ANSWER = 64, 2**20
 SMALL_MEMORY_BYTES = 2**32
@@ -149,14 +149,14 @@ class _UnreadableError(Exception):
 
 def sources(host: Host) -> list[list[Source]]:
     """For each maker whose driver is there: what can be asked, the best first."""
-    found = list[list[Source]]()
+    asked = list[list[Source]]()
     if _amd_cards(host):
-        found.append([_amdgpu, _amd_smi, _rocm_smi])
+        asked.append([_amdgpu, _amd_smi, _rocm_smi])
     elif host.exists("dev/kfd"):
-        found.append([_amd_smi, _rocm_smi])
+        asked.append([_amd_smi, _rocm_smi])
     if host.exists("proc/driver/nvidia/version") or host.exists("usr/lib/wsl/lib/libcuda.so.1"):
-        found.append([_nvml, _nvidia_smi])
-    return found
+        asked.append([_nvml, _nvidia_smi])
+    return asked
 
 
 def _amd_cards(host: Host) -> list[str]:

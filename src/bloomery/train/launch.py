@@ -103,8 +103,9 @@ def stage_on_rank(task: Mapping[str, Any], world: World) -> Answer:
 
 def check_machines(world: World, folders: Sequence[Path]) -> None:
     """
-    Raises RunError, on all ranks, where machines have other versions of Bloomery or torch than the first, or do not see
-    its folders: a folder of the same path on a disk of their own is another one. Ranks of one machine are not asked.
+    Raises RunError, on all ranks, where a machine has other versions of Bloomery or torch than the first. It is also
+    raised where a machine does not see the first one's folders: the same path on another disk is another folder. Ranks
+    of one machine are not asked.
     """
     if world.size == distributed.ranks_here(world):
         return
@@ -159,7 +160,7 @@ def follow() -> None:
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
     distributed.hand_out(len(_handed_out), {"function": ""})
-    distributed.part()
+    distributed.stop_watching()
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:

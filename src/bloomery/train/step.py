@@ -83,6 +83,8 @@ class BatchLoss(NamedTuple):
     num_tokens: int
     """Supervised tokens."""
     metrics: dict[str, float]
+    own_sum: Tensor
+    """The sum of losses over this rank's sequences."""
 
 
 class Gradients(NamedTuple):
@@ -91,6 +93,7 @@ class Gradients(NamedTuple):
     loss: float
     num_tokens: int
     metrics: dict[str, float]
+    own_sum: Tensor
     norm: Tensor
     """Of all gradients together, before clipping."""
     rows: int
@@ -219,10 +222,10 @@ def accumulate_gradients(
         if gradient_sums.finish(bool(failure)):
             raise AgreedOutOfMemoryError(failure or "memory ran out on another rank")
     precision.unscale(gradients(model))
-    means = dict(totals.metrics)
+    means, own_sum = dict(totals.metrics), total.clone()
     if loss_function.metrics:
         means |= mean_metrics(loss_function, world.sum(metrics), totals.metrics_divisor)
-    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means)
+    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means, own_sum)
 
 
 def mean_metrics(loss_function: LossFunction, sums: Tensor, count: int) -> dict[str, float]:
