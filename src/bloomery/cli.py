@@ -115,22 +115,17 @@ def _run_verbs(verbs: Any) -> None:
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
     verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
-    machines = _group(verb, "several machines", "run recipes/demo.toml --hosts hosts.txt --runs /shared/runs")
-    hosts = "start ranks by ssh on the hosts of this file, with a line `HOST slots=N` for each"
-    machines.add_argument("--hosts", type=_path, metavar="FILE", help=hosts)
+    hosts = "start ranks by ssh on the hosts of this file; a line is `HOST slots=N`"
+    verb.add_argument("--hosts", type=_path, metavar="FILE", help=hosts)
 
     brief = "print a script that runs a recipe on several machines"
     verb = _verb(verbs, "launch", brief, "bloomery launch recipes/demo.toml --on slurm --machines 2 > job.sh")
     _recipe_arguments(verb)
     verb.add_argument("--on", choices=("slurm", "skypilot"), required=True, help="the program that starts the script")
-    verb.add_argument("--machines", type=_whole(1, 256), default=1, metavar="N", help="number of machines (default: 1)")
-    ranks = "ranks, and GPUs, of each machine (default: 8)"
-    verb.add_argument("--per-machine", type=_whole(1, 1024), default=8, metavar="N", help=ranks)
-    verb.add_argument("--cpu", action="store_true", help="ask Slurm for no GPUs")
-    verb.add_argument("--hours", type=_whole(1, 8760), default=24, help="time limit for Slurm (default: 24)")
-    verb.add_argument("--gpu", default="H100", metavar="NAME", help="SkyPilot's name of the GPU (default: H100)")
-    volume = "SkyPilot's name of the volume that holds the runs (default: bloomery-runs)"
-    verb.add_argument("--volume", default="bloomery-runs", metavar="NAME", help=volume)
+    for name, most, default in (("machines", 256, 1), ("ranks", 1024, 8), ("hours", 8760, 24)):
+        what = {"ranks": "ranks of each machine", "hours": "hours until Slurm ends it"}.get(name, f"number of {name}")
+        verb.add_argument(f"--{name}", type=_whole(1, most), default=default, help=f"{what} (default: {default})")
+    verb.add_argument("--gpu", default="H100", help="SkyPilot's name of the GPU, one a rank; or none (default: H100)")
 
     verb = _verb(
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
@@ -156,13 +151,8 @@ def _run_verbs(verbs: Any) -> None:
     verb.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
     verb.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
 
-    verb = _verb(
-        verbs,
-        "clean",
-        "say what a run folder does not need, and move it to the trash of the run when told",
-        "bloomery clean runs/demo --yes",
-        reports=True,
-    )
+    brief = "say what a run folder does not need, and move it to the trash of the run when told"
+    verb = _verb(verbs, "clean", brief, "bloomery clean runs/demo --yes", reports=True)
     verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
     verb.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
     verb.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
@@ -317,13 +307,8 @@ def _model_verbs(verbs: Any) -> None:
 
 
 def _export_verbs(verbs: Any) -> None:
-    verb = _verb(
-        verbs,
-        "export",
-        "write a model for another program",
-        "bloomery export runs/demo out --format hf --dtype bfloat16",
-        reports=True,
-    )
+    example = "bloomery export runs/demo out --format hf --dtype bfloat16"
+    verb = _verb(verbs, "export", "write a model for another program", example, reports=True)
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder, or a new .gguf file")
     verb.add_argument(
@@ -473,14 +458,7 @@ def launch(options: argparse.Namespace) -> int:
 
     name = config.load(Recipe, options.recipe, options.settings).name
     words = ["run", str(options.recipe), *options.settings, "--runs"]
-    machines, ranks = options.machines, options.per_machine
-    if options.on == "slurm":
-        command = [sys.executable, "-m", "bloomery.cli", *words, str(options.runs)]
-        script = hosts.slurm_script(command, name, machines, ranks, not options.cpu, options.hours)
-    else:
-        runs = str(options.runs) if options.runs.is_absolute() else f"/shared/{options.runs}"
-        script = hosts.skypilot_yaml([*words, runs], name, machines, ranks, options.gpu, options.volume)
-    print(script, end="")
+    print(hosts.script(options.on, words, options.runs, name, vars(options)), end="")
     return 0
 
 
@@ -508,10 +486,7 @@ def run(options: argparse.Namespace) -> int:
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
-            if options.hosts:
-                _run_on_hosts(options)
-            else:
-                _run_recipe(options, command, remember=alone)
+            _run_recipe(options, command, remember=alone)
         except (KeyboardInterrupt, Terminated) as ended:
             code = INTERRUPTED if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)
             how = "Interrupted" if code == INTERRUPTED else "Ended as asked"
@@ -522,12 +497,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember: bool) -> None:
     from bloomery.core import config
+    from bloomery.hw import hosts
     from bloomery.recipe import STAGES, Recipe
     from bloomery.stages.plan import watched
     from bloomery.stages.run_report import by_first_process, run_recipe
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     root = options.runs / recipe.name
+    if options.hosts:
+        hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
+        return
 
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
@@ -538,25 +517,13 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     by_first_process(work)
 
 
-def _run_on_hosts(options: argparse.Namespace) -> None:
-    from bloomery.core import config
-    from bloomery.hw import hosts
-    from bloomery.recipe import Recipe
-
-    config.load(Recipe, options.recipe, options.settings)  # whose errors need no machine but this one
-    path, options.hosts = options.hosts, None
-    words = shlex.split(_again(options, stages=True))[1:] + (["--verbose"] if options.verbose else [])
-    options.hosts = path
-    hosts.start([sys.executable, "-m", "bloomery.cli", *words], path)
-
-
-def _again(options: argparse.Namespace, *, stages: bool = False) -> str:
-    """The command of a run, without `--until` and `--only` unless `stages`."""
+def _again(options: argparse.Namespace, *, stages: bool = False, ranks: bool = False) -> str:
+    """The command of a run, without `--until` and `--only` unless `stages`; or that of its `ranks` on hosts."""
     words = ["bloomery", "run", str(options.recipe), *options.settings]
     words += ["--runs", str(options.runs)] if options.runs != Path("runs") else []
-    words += ["--hosts", str(options.hosts)] if options.hosts else []
+    more = ["--verbose"] * options.verbose if ranks else ["--hosts", str(options.hosts)] if options.hosts else []
     chosen = [word for name in ("until", "only") if (stage := getattr(options, name)) for word in (f"--{name}", stage)]
-    return shlex.join([*words, *chosen] if stages else words)
+    return shlex.join([*words, *more, *(chosen if stages else ())])
 
 
 def plan(options: argparse.Namespace) -> int:

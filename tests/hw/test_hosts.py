@@ -49,11 +49,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_SSH_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setattr(hosts, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(hosts, "PYTHON", (sys.executable,))
     return tmp_path
 
 
 def command(folder: Path, does: dict[str, int]) -> list[str]:
-    return [sys.executable, "-c", RANK, str(folder), json.dumps(does)]
+    return ["-c", RANK, str(folder), json.dumps(does)]
 
 
 def told(folder: Path) -> dict[int, dict[str, Any]]:
@@ -103,9 +104,13 @@ def test_a_host_that_fails_is_named_and_ends_the_others(
     assert left(cluster) == []
 
 
-STARTER = (
-    "import sys; from bloomery.hw import hosts; from pathlib import Path; hosts.start(sys.argv[2:], Path(sys.argv[1]))"
-)
+STARTER = """
+import sys
+from pathlib import Path
+from bloomery.hw import hosts
+hosts.PYTHON = (sys.executable,)
+hosts.start(sys.argv[2:], Path(sys.argv[1]))
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -138,7 +143,7 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
 def test_a_file_that_names_no_hosts_is_refused_by_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(DataError, match=message):
-        hosts.start(["true"], tmp_path / "hosts")
+        hosts.start([], tmp_path / "hosts")
 
 
 def test_the_interface_towards_a_machine_has_the_address_that_it_sees() -> None:
@@ -149,14 +154,14 @@ def test_the_interface_towards_a_machine_has_the_address_that_it_sees() -> None:
 RECIPE = 'name = "small"\nfetch.sources = [{ kind = "worlds", name = "a", domain = "a", count = 3 }]\n'
 
 
-@pytest.mark.parametrize("more", [[], ["--cpu"]])
+@pytest.mark.parametrize("more", [[], ["--gpu", "none"]])
 def test_a_script_for_slurm_starts_the_same_command_on_every_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     """Run with an `srun` that tells its words, in a shell that also checks the script as a whole."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a recipe.toml").write_text(RECIPE)
-    words = ["launch", "a recipe.toml", "--on", "slurm", "--machines", "2", "--per-machine", "4", *more]
+    words = ["launch", "a recipe.toml", "--on", "slurm", "--machines", "2", "--ranks", "4", *more]
     assert cli.main([*words, "tokenizer.vocab_size=300"]) == 0
     script = capsys.readouterr().out
     options = dict(line[8:].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH "))
@@ -180,7 +185,7 @@ def test_a_task_for_skypilot_is_yaml_whose_lines_a_shell_takes(
     yaml = pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.toml").write_text(RECIPE)
-    words = ["launch", "r.toml", "--on", "skypilot", "--machines", "3", "--per-machine", "2", "--gpu", "MI300X"]
+    words = ["launch", "r.toml", "--on", "skypilot", "--machines", "3", "--ranks", "2", "--gpu", "MI300X"]
     assert cli.main([*words, "tokenizer.vocab_size=300"]) == 0
     task = yaml.safe_load(capsys.readouterr().out)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (3, "MI300X:2")
@@ -253,7 +258,10 @@ def test_a_process_alone_and_one_of_torchrun_stay_as_they_are(env: dict[str, str
     [
         ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID='x'.*\n.*srun"),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"}, "SLURM_LOCALID is not set"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MASTER_ADDR is not set, and there are 4 processes\n.*mpirun"),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "MASTER_ADDR is not set, and there are 4 processes\n.*mpirun",
+        ),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_JOB_NODELIST"}, "MASTER_ADDR is not set"),
     ],
 )

@@ -120,6 +120,7 @@ import sys
 from pathlib import Path
 from bloomery.core.errors import BloomeryError
 from bloomery.hw import hosts
+hosts.PYTHON = (sys.executable,)
 try:
     hosts.start(sys.argv[2:], Path(sys.argv[1]))
 except BloomeryError as error:
@@ -136,7 +137,7 @@ def everywhere(task: dict[str, Any], world: World) -> dict[str, Any]:
 
 def start(lab: Lab, function: str, task: dict[str, Any]) -> "subprocess.Popen[str]":
     """A function on the ranks of the machines in the file of hosts, by ssh."""
-    words = [sys.executable, "-c", STARTER, str(lab.folder / "hosts"), sys.executable, "-c", TRAIN]
+    words = [sys.executable, "-c", STARTER, str(lab.folder / "hosts"), "-c", TRAIN]
     return subprocess.Popen([*words, function, json.dumps(task)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 

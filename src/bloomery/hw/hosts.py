@@ -23,17 +23,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bloomery.core import child
 from bloomery.core.errors import DataError, RunError, shorten
 from bloomery.core.signals import TERMINATED, Terminated, on_signals
 from bloomery.hw import launcher
 
+if sys.platform == "linux":
+    import fcntl
+
 MAX_HOSTS, MAX_RANKS, MAX_FILE_BYTES = 256, 1024, 2**16
 HOST = re.compile(r"(?:[\w.-]+@)?([A-Za-z0-9][\w.:-]*)(?:\s+slots=([0-9]{1,4}))?")
+PYTHON = (sys.executable, "-m", "bloomery.cli")
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """A minute after a cable is cut, ssh ends."""
@@ -82,10 +87,10 @@ def read_hosts(path: Path) -> list[HostLine]:
     return hosts
 
 
-def start(command: Sequence[str], path: Path) -> None:
+def start(words: Sequence[str], path: Path) -> None:
     """
-    Run a command as ranks on all hosts of a file, and wait for them. Ctrl-C and SIGTERM ask every rank to stop; another
-    Ctrl-C ends them. Raises RunError, which names the host, where one fails: then all others have ended too. Raises
+    Run `bloomery WORDS` as ranks on all hosts of a file, and wait for them. Ctrl-C and SIGTERM ask every rank to stop;
+    another Ctrl-C ends them. Raises RunError, which names the host, where one fails: then all others have ended too. Raises
     Terminated where they stopped as asked.
     """
     hosts = read_hosts(path)
@@ -103,11 +108,11 @@ def start(command: Sequence[str], path: Path) -> None:
         try:
             first = 0
             for host in hosts:
-                words = child.leashed([*SSH, *ALIVE, "--", host.login, remote])
-                process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+                call = child.leashed([*SSH, *ALIVE, "--", host.login, remote])
+                process = subprocess.Popen(call, stdin=subprocess.PIPE, start_new_session=True)
                 processes.append(process)
                 others = [other.name for other in hosts if other is not host]
-                task = {"command": list(command), "env": env, "first": first, "ranks": host.ranks}
+                task = {"command": [*PYTHON, *words], "env": env, "first": first, "ranks": host.ranks}
                 task |= {"others": others[:1], "grace_seconds": GRACE_SECONDS}
                 _say(process, json.dumps(task))
                 first += host.ranks
@@ -242,8 +247,6 @@ def interface(towards: str) -> str | None:
     """
     if sys.platform != "linux":
         return None
-    import fcntl
-
     try:
         family, _, _, _, address = socket.getaddrinfo(towards, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -269,10 +272,23 @@ SIOCGIFADDR = 0x8915
 # --- scripts for other programs ------------------------------------------------------------------------------------
 
 
-def slurm_script(command: Sequence[str], name: str, machines: int, ranks: int, gpus: bool, hours: int) -> str:
+def script(program: str, words: Sequence[str], runs: Path, name: str, options: Mapping[str, Any]) -> str:
     """
-    A batch script for `sbatch`: `ranks` tasks on each of `machines`. It asks for SIGTERM five minutes before its time
-    is over, in which the run saves. Tasks that end are not ended by srun: the first may still save when others have.
+    What `sbatch` or `sky launch` takes to start `bloomery WORDS RUNS` with `ranks` ranks on each of `machines`. The
+    options have these numbers, `hours` for Slurm, and `gpu`, the GPU of each rank ("none" for none).
+    """
+    machines, ranks, gpu = options["machines"], options["ranks"], options["gpu"]
+    if program == "slurm":
+        command = shlex.join([*PYTHON, *words, str(runs)])
+        return _slurm_script(command, name, machines, ranks, options["hours"], gpus=gpu != "none")
+    command = shlex.join([*words, str(runs if runs.is_absolute() else Path("/shared") / runs)])
+    return _skypilot_task(command, name, machines, ranks, gpu)
+
+
+def _slurm_script(command: str, name: str, machines: int, ranks: int, hours: int, *, gpus: bool) -> str:
+    """
+    It asks for SIGTERM five minutes before its time is over, in which the run saves. Tasks that end are not ended by
+    srun: the first may still save when others have.
     """
     options = {
         "job-name": name,
@@ -284,7 +300,6 @@ def slurm_script(command: Sequence[str], name: str, machines: int, ranks: int, g
         "open-mode": "append",
         "output": f"{name}-%j.log",
     }
-    threads = [] if gpus else ["export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"]
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH --{key}={value}" for key, value in options.items()),
@@ -293,31 +308,30 @@ def slurm_script(command: Sequence[str], name: str, machines: int, ranks: int, g
         "# The run folder has to be on a file system that all nodes see.",
         "set -eu",
         f"cd {shlex.quote(os.getcwd())}",
-        *threads,
-        f"exec srun --kill-on-bad-exit=0 --wait=0 {shlex.join(command)}",
+        *([] if gpus else ["export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"]),
+        f"exec srun --kill-on-bad-exit=0 --wait=0 {command}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def skypilot_yaml(command: Sequence[str], name: str, machines: int, ranks: int, gpu: str, volume: str) -> str:
+def _skypilot_task(command: str, name: str, machines: int, ranks: int, gpu: str) -> str:
     """
-    A task for `sky launch`, in a folder with Bloomery's source. The folder of runs is on a volume, /shared, because
-    machines of a cloud share no disk. Values are JSON strings, which are YAML too.
+    For a folder with Bloomery's source. The folder of runs is on a volume, /shared, because machines of a cloud share
+    no disk. Values are JSON strings, which are YAML too.
     """
+    resources = f"\nresources:\n  accelerators: {json.dumps(f'{gpu}:{ranks}')}" if gpu != "none" else ""
     return f"""\
 name: {json.dumps(name)}
-num_nodes: {machines}
-resources:
-  accelerators: {json.dumps(f"{gpu}:{ranks}")}
+num_nodes: {machines}{resources}
 workdir: .
 volumes:
-  /shared: {json.dumps(volume)}
+  /shared: bloomery-runs
 setup: |
   pip install '.[data,web]' torch
 run: |
   first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
   exec torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc-per-node {ranks} --node-rank "$SKYPILOT_NODE_RANK" \\
-    --master-addr "$first" --master-port 29500 -m bloomery.cli {shlex.join(command)}
+    --master-addr "$first" --master-port 29500 -m bloomery.cli {command}
 """
 
 

@@ -4,8 +4,8 @@ Use, memory, power and temperature of this machine's GPUs while a run trains: re
     amdgpu's files below /sys/class/drm, else amd-smi, else rocm-smi      NVML by nvidia-ml-py, else nvidia-smi
 
 Files come first, since nothing has to be started for them. A tool that does not answer in time is ended. It is then
-left alone, like one whose answer cannot be read, and a message names it once. A number that no GPU can have is left out.
-Where no driver shows a GPU, no thread starts and no tool is looked for.
+left alone, like one whose answer cannot be read, and a message names it once. A number that no GPU can have is left
+out. Where no driver shows a GPU, no thread starts and no tool is looked for.
 
 Sources: the Linux kernel's Documentation/gpu/amdgpu/thermal.rst and driver-misc.rst, NVML's API reference, and the
 JSON that amd-smi 26 and rocm-smi 4 print.
@@ -195,9 +195,9 @@ def _known(**values: tuple[Any, float]) -> Reading:
     """Those that are numbers, or their text, each times its factor. A tool says "N/A" for others."""
     known = Reading()
     for name, (value, factor) in values.items():
-        value = value.get("value") if isinstance(value, Mapping) else value
+        number: Any = value.get("value") if isinstance(value, Mapping) else value
         with suppress(TypeError, ValueError):
-            known[name] = float(value) * factor
+            known[name] = float(number) * factor
     return known
 
 
@@ -289,7 +289,7 @@ def _nvml(host: Host) -> dict[str, Reading]:
 
 
 def _nvml_gpu(nvml: Any, gpu: Any) -> Reading:
-    asked = {
+    asked: dict[str, tuple[Callable[[], Any], float]] = {
         "use": (lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, 0.01),
         "memory_bytes": (lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used, 1),
         "power_watts": (lambda: nvml.nvmlDeviceGetPowerUsage(gpu), 1e-3),
