@@ -10,15 +10,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
-    "(top)": 1_700,
-    "core": 3_830,
-    "hw": 4_260,
-    "data": 13_140,
-    "tokenizer": 3_070,
-    "shards": 1_670,
+    "(top)": 1_740,
+    "core": 3_850,
+    "hw": 5_170,
+    "data": 13_240,
+    "tokenizer": 3_090,
+    "shards": 1_690,
     "model": 3_790,
-    "weights": 5_880,
-    "train": 9_360,
+    "weights": 5_940,
+    "train": 9_430,
     "generate": 1_720,
     "evaluation": 4_590,
     "serve": 3_500,

@@ -205,9 +205,11 @@ def run(
     """
     from bloomery.core import log
     from bloomery.core.signals import INTERRUPTED, Terminated
+    from bloomery.hw import launcher
     from bloomery.recipe import STAGES
     from bloomery.stages.run_report import by_first_process, run_recipe
 
+    launcher.adopt()
     if until is not None and only is not None:
         raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
     resolved = _recipe(recipe, settings)

@@ -116,6 +116,17 @@ def _run_verbs(verbs: Any) -> None:
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
     verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
+    hosts = "start ranks by ssh on the hosts of this file; a line is `HOST slots=N`"
+    verb.add_argument("--hosts", type=_path, metavar="FILE", help=hosts)
+
+    brief = "print a script that runs a recipe on several machines"
+    verb = _verb(verbs, "launch", brief, "bloomery launch recipes/demo.toml --on slurm --machines 2 > job.sh")
+    _recipe_arguments(verb)
+    verb.add_argument("--on", choices=("slurm", "skypilot"), required=True, help="the program that starts the script")
+    for name, most, default in (("machines", 256, 1), ("ranks", 1024, 8), ("hours", 8760, 24)):
+        what = {"ranks": "ranks of each machine", "hours": "hours until Slurm ends it"}.get(name, f"number of {name}")
+        verb.add_argument(f"--{name}", type=_whole(1, most), default=default, help=f"{what} (default: {default})")
+    verb.add_argument("--gpu", default="H100", help="SkyPilot's name of the GPU, one a rank; or none (default: H100)")
 
     verb = _verb(
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
@@ -141,13 +152,8 @@ def _run_verbs(verbs: Any) -> None:
     verb.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
     verb.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
 
-    verb = _verb(
-        verbs,
-        "clean",
-        "say what a run folder does not need, and move it to the trash of the run when told",
-        "bloomery clean runs/demo --yes",
-        reports=True,
-    )
+    brief = "say what a run folder does not need, and move it to the trash of the run when told"
+    verb = _verb(verbs, "clean", brief, "bloomery clean runs/demo --yes", reports=True)
     verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
     verb.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
     verb.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
@@ -302,13 +308,8 @@ def _model_verbs(verbs: Any) -> None:
 
 
 def _export_verbs(verbs: Any) -> None:
-    verb = _verb(
-        verbs,
-        "export",
-        "write a model for another program",
-        "bloomery export runs/demo out --format hf --dtype bfloat16",
-        reports=True,
-    )
+    example = "bloomery export runs/demo out --format hf --dtype bfloat16"
+    verb = _verb(verbs, "export", "write a model for another program", example, reports=True)
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder, or a new .gguf file")
     verb.add_argument(
@@ -451,18 +452,38 @@ def show_help(options: argparse.Namespace) -> int:
     return 0
 
 
+def launch(options: argparse.Namespace) -> int:
+    from bloomery.core import config
+    from bloomery.hw import hosts
+    from bloomery.recipe import Recipe
+
+    name = config.load(Recipe, options.recipe, options.settings).name
+    words = ["run", str(options.recipe), *options.settings, "--runs"]
+    print(hosts.script(options.on, words, options.runs, name, vars(options)), end="")
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
-    if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
+    from bloomery.hw import launcher
+
+    launcher.adopt()
+    if (
+        os.environ.get("RANK", "0") == "0" and not options.hosts
+    ):  # of processes that a launcher has started, the first one talks
         log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
     from bloomery.core import pipeline, records, run_dir
-    from bloomery.hw import launcher
     from bloomery.stages import terminal
 
     alone, asked = launcher.num_processes() == 1, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
-        if alone and (root := command.up_to_date()) is not None and asked in (None, *records.stage_folders(root)):
+        if (
+            alone
+            and not options.hosts
+            and (root := command.up_to_date()) is not None
+            and asked in (None, *records.stage_folders(root))
+        ):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
@@ -477,12 +498,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember: bool) -> None:
     from bloomery.core import config
+    from bloomery.hw import hosts
     from bloomery.recipe import STAGES, Recipe
     from bloomery.stages.plan import watched
     from bloomery.stages.run_report import by_first_process, run_recipe
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     root = options.runs / recipe.name
+    if options.hosts:
+        hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
+        return
 
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
@@ -493,12 +518,13 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     by_first_process(work)
 
 
-def _again(options: argparse.Namespace, *, stages: bool = False) -> str:
-    """The command of a run, without `--until` and `--only` unless `stages`."""
+def _again(options: argparse.Namespace, *, stages: bool = False, ranks: bool = False) -> str:
+    """The command of a run, without `--until` and `--only` unless `stages`; or that of its `ranks` on hosts."""
     words = ["bloomery", "run", str(options.recipe), *options.settings]
     words += ["--runs", str(options.runs)] if options.runs != Path("runs") else []
+    more = ["--verbose"] * options.verbose if ranks else ["--hosts", str(options.hosts)] if options.hosts else []
     chosen = [word for name in ("until", "only") if (stage := getattr(options, name)) for word in (f"--{name}", stage)]
-    return shlex.join([*words, *chosen] if stages else words)
+    return shlex.join([*words, *more, *(chosen if stages else ())])
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -757,6 +783,7 @@ def doctor(options: argparse.Namespace) -> int:
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "": show_help,
     "run": run,
+    "launch": launch,
     "plan": plan,
     "status": status,
     "clean": clean,

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ from bloomery.core.errors import DataError, RunError
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import Batch
 from bloomery.train import launch
-from tests.train.made import lines, newest_state, wait_for_steps
+from bloomery.train.precision import Precision
+from bloomery.train.step import CausalLMLoss, LossSums
+from tests.train.made import lines, newest_state, session, wait_for_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +30,10 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
     world.barrier()
     if world.rank == 1 and task["do"] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and task["do"] == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if world.rank == 1 and task["do"] == "lag":
+        time.sleep(60)
     if world.rank == 1 and task["do"] == "refuse":
         raise DataError("is bad", where="shard 7", hint="Get another.")
     if world.rank == 1 and task["do"] == "crash":
@@ -75,6 +84,45 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
     assert time.monotonic() - began < 200
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_named_with_its_collective_and_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes no connection, so that the others would wait for it within torch."""
+    monkeypatch.setenv("BLOOMERY_RANK_SECONDS", "10")
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    told = r"rank 0, in sum: rank 1 \(.*, process \d+, after collective \d+\) gave no sign of life for 10 s\n.*resumes"
+    with pytest.raises(RunError, match=told):
+        launch.run("tests.train.test_launch:act", {"do": "freeze", "folder": str(tmp_path)}, ranks=2)
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert ranks_left(tmp_path) == []
+
+
+class Broken(CausalLMLoss):
+    """A device that now and then computes what is no number."""
+
+    calls = 0
+
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
+        sums = super().losses(model, micro_batch, precision, scale)
+        Broken.calls += 1
+        return LossSums(*(one * math.nan for one in sums[:2])) if Broken.calls == 3 else sums
+
+
+def broken(task: dict[str, Any], world: World) -> dict[str, Any]:
+    made = session(Path(task["shards"]), Path(task["out"]), world)
+    made.loss_function = Broken() if world.rank == 1 else CausalLMLoss()
+    return made.run()
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_no_number_is_named_and_its_step_changes_no_weight(shards: Path, tmp_path: Path) -> None:
+    done = launch.run("tests.train.test_launch:broken", {"shards": str(shards), "out": str(tmp_path / "out")}, 2)
+    skipped = [line["skipped"] for line in lines(tmp_path / "out", "skipped")]
+    assert skipped == ["the loss is nan, from rank 1 of 2"]
+    assert (done["steps"], done["skipped_steps"]) == (9, 1)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_the_scale_falls_to_where_gradients_are_finite_and_stays_where_none_help
     def compute() -> BatchLoss:
         scales.append(precision.factor)
         model.weight.grad = torch.full((1, 1), 1.0 if precision.factor <= 2.0**largest else math.nan)
-        return BatchLoss(2.0, 1, {})
+        return BatchLoss(2.0, 1, {}, torch.zeros(()))
 
     norm = retry_on_overflow(model, precision, compute)[1]
     helped = largest >= 0

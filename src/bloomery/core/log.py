@@ -293,7 +293,7 @@ def quiet() -> Iterator[None]:
         console.quiet = before
 
 
-VARYING = frozenset({"tokens_per_second", "mfu", "memory_bytes", "seconds"})
+VARYING = frozenset({"tokens_per_second", "mfu", "memory_bytes", "seconds", "gpus"})
 """Metrics that describe the machine and not the model: they differ between equal runs."""
 
 _listeners: list[TextIO] = []

@@ -5,20 +5,26 @@ A process learns its rank from the environment, under torchrun's names. The name
 MASTER_ADDR and MASTER_PORT. `train/launch.py` starts processes with the same names. CPU tensors go by gloo, and GPU
 tensors by the vendor's library. Texts go as JSON, and nothing is pickled.
 
-If a rank is lost, the others notice at the next exchange and raise a RunError.
+If a rank is lost, the others notice at the next exchange and raise a RunError. A rank that is frozen, or whose cable
+is cut, closes no connection. So all ranks give signs of life (`Watch`), and end soon after one stops.
 """
 
 import json
 import os
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
-from bloomery.core import errors
+from bloomery.core import errors, log
+from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError, HardwareError, RunError
 from bloomery.core.signals import Terminated
 from bloomery.hw import launcher
@@ -39,6 +45,11 @@ the first do so on the CPU. A kernel that waits cannot be asked why, so the proc
 """
 PATIENCE = timedelta(days=30)
 """How long a rank waits for the first to have something to train."""
+JOIN = timedelta(minutes=10)
+"""How long the ranks of one command may take to find each other."""
+LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
+"""A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
+SECONDS_BETWEEN_SIGNS = 2.0
 
 
 class RankLostError(RunError):
@@ -178,6 +189,12 @@ def hand_out(number: int, task: Any) -> None:
         _store().set(f"task/{number}", json.dumps(task))
 
 
+def stop_watching() -> None:
+    """Blame no rank from now on: ranks end one by one."""
+    for watch in _watches:
+        watch.rest()
+
+
 def handed_out(number: int) -> Any:
     """The task of this number, as soon as the first rank has handed it out: after its data stages, in days maybe."""
     with _together("task"):
@@ -211,6 +228,7 @@ def joined(number: int = 0) -> Iterator[World]:
     try:
         yield world
     finally:
+        stop_watching()  # a rank may still rescue weights when others have ended
         dist.destroy_process_group()
 
 
@@ -301,9 +319,175 @@ def _store() -> Any:
     host, port = launcher.address()
     elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = not elsewhere and os.environ["RANK"] == "0"
-    store = c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=SILENCE)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return c10d.PrefixStore(f"bloomery/{attempt}", store)
+    try:
+        store = c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=JOIN)
+        store.set_timeout(SILENCE)
+        own = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=JOIN)
+    except RuntimeError as error:
+        first = str(error).strip().partition("\n")[0]
+        what = f"{'cannot listen' if hosts else 'the first rank does not answer'}: {first}"
+        hint = "MASTER_ADDR is the first machine, and MASTER_PORT a free port of it that the others reach."
+        raise RunError(what, where=f"{host}:{port}", hint=hint) from None
+    process = launcher.launched()
+    assert process is not None
+    watch = Watch(own, World(process.rank, process.size), process.local_size < process.size)
+    _watches.append(watch)
+    kept = elsewhere and launcher.TASK_FOLDER not in os.environ
+    if kept and process.rank:
+        hello = f"{process.rank}/{secrets.token_hex(8)}"
+        store.set(f"hello/{process.rank}", hello)
+        with _together("welcome"):
+            store.wait([f"welcome/{hello}"], JOIN)
+        watch.attempt = store.get(f"welcome/{hello}").decode()
+    elif kept:
+        watch.attempt = secrets.token_hex(8)
+    watch.start()
+    return c10d.PrefixStore(watch.attempt, store)
+
+
+def meet() -> None:
+    """
+    Find the other ranks, and watch over each other from now on: the first may have days of other work before it hands
+    out a task. Raises RunError where the first one's address cannot be had or reached.
+    """
+    _store()
+
+
+class Watch:
+    """
+    Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all of
+    them, and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
+    within torch, where nothing reaches it. So the watch ends the process with exit code 2, and an error that names the
+    rank and its last collective. Looks are counted and not seconds, because a process that was stopped missed some.
+    """
+
+    def __init__(self, store: Any, world: World, several_machines: bool) -> None:
+        """`store` is a connection of its own. On one machine the store cannot be out of reach."""
+        self.attempt = "bloomery"
+        """
+        What keys begin with. torchrun keeps its store when it begins again, and its agents count attempts differently.
+        So the first rank takes a new name, and tells it to all who say hello.
+        """
+        self._root, self._store, self._world, self._several = store, store, world, several_machines
+        self.collective, self._count = "start", 0
+        self._looks, self._resting, self._wide = 0, False, world.is_first
+        self._seen: dict[int, tuple[str, int]] = {}
+        """Rank -> its last sign ("" for none yet), and how many looks ago it was new."""
+        limit = launcher.number(LIFE, os.environ, LIFE_SECONDS, at_least=10, below=86_401, hint=f"Unset {LIFE}.")
+        self._patience = limit / SECONDS_BETWEEN_SIGNS
+
+    def start(self) -> None:
+        self._store = c10d.PrefixStore(self.attempt, self._root)
+        if self._world.is_first:
+            self._store.set("lost", "")
+        for work in (self._give_signs, self._mind_store):
+            threading.Thread(target=work, daemon=True).start()
+
+    def enter(self, collective: str) -> None:
+        """Remember where this rank is: "" within no collective."""
+        if threading.current_thread() is threading.main_thread():
+            self.collective, self._count = collective, self._count + bool(collective)
+            self._resting = False
+
+    def rest(self) -> None:
+        """Blame no rank, and give signs that ask for no others: this rank has left the training."""
+        self._resting, self.collective = True, ""
+
+    def lost(self) -> str:
+        """Which ranks no longer give signs, or are behind all others; "" where that is not known in a few looks."""
+        self._wide, before = True, self._looks
+        deadline = time.monotonic() + 6 * SECONDS_BETWEEN_SIGNS
+        while self._looks < before + 4 and time.monotonic() < deadline:
+            time.sleep(SECONDS_BETWEEN_SIGNS / 10)
+        if self._looks == before:
+            return "the first rank, or the way to it"
+        signs = dict(self._seen)
+        silent = [rank for rank, (sign, looks) in signs.items() if sign and looks >= 2]
+        counts = {rank: int(sign.split()[1]) for rank, (sign, _) in signs.items() if sign}
+        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+        return " and ".join(self._named(rank) for rank in silent or behind)
+
+    def _sign(self) -> str:
+        where = self.collective or "none"
+        return f"{self._looks} {self._count} {where} {socket.gethostname()} {os.getpid()} {int(self._resting)}"
+
+    def _named(self, rank: int) -> str:
+        sign, _ = self._seen[rank]
+        if not sign:
+            return f"rank {rank}"
+        _, count, collective, host, process, _ = sign.split()
+        where = f"within {collective}" if collective != "none" else "after collective"
+        return f"rank {rank} ({host}, process {process}, {where} {count})"
+
+    def _give_signs(self) -> None:
+        while True:
+            try:
+                self._store.set(f"sign/{self._world.rank}", self._sign())
+                self._look()
+                self._looks += 1
+            except (
+                RuntimeError
+            ):  # the store is gone, as at the end of a job; if it is not the end, `_mind_store` ends it
+                pass
+            time.sleep(SECONDS_BETWEEN_SIGNS)
+
+    def _welcome(self) -> None:
+        """Tell the name of this attempt to the ranks that are not there yet. Earlier hellos have no reader."""
+        for rank in range(1, self._world.size):
+            if not self._seen.get(rank, ("", 0))[0] and self._root.check([f"hello/{rank}"]):
+                self._root.set(f"welcome/{self._root.get(f'hello/{rank}').decode()}", self.attempt)
+
+    def _look(self) -> None:
+        looked_at = range(self._world.size) if self._wide else [0]
+        if self._world.is_first:
+            self._welcome()
+        there = [rank for rank in looked_at if self._seen.get(rank, ("", 0))[0] or self._store.check([f"sign/{rank}"])]
+        signs = (
+            dict(zip(there, self._store.multi_get([f"sign/{rank}" for rank in there]), strict=True)) if there else {}
+        )
+        for rank in looked_at:
+            sign, (before, looks) = signs.get(rank, b"").decode(), self._seen.get(rank, ("", 0))
+            self._seen[rank] = (sign, looks + 1 if sign == before else 0)
+            if self._resting or sign.endswith(" 1"):
+                continue
+            patience = self._patience if sign else JOIN.total_seconds() / SECONDS_BETWEEN_SIGNS
+            judged = (rank == 0) != self._world.is_first
+            if judged and self._seen[rank][1] > patience:
+                seconds = round(patience * SECONDS_BETWEEN_SIGNS)
+                what = f"{self._named(rank)} gave no sign of life for {seconds} s"
+                if self._world.is_first:
+                    self._store.set("lost", what)
+                    time.sleep(
+                        2 * SECONDS_BETWEEN_SIGNS
+                    )  # in which the others hear of it, from a store of this process
+                self._end(what)
+        if not self._world.is_first and self._store.check(["lost"]) and (what := self._store.get("lost").decode()):
+            self._end(what)
+
+    def _mind_store(self) -> None:
+        """End the process where the store does not answer, which blocks whoever asks it."""
+        looks, silent = -1, 0
+        while self._several:
+            time.sleep(SECONDS_BETWEEN_SIGNS)
+            silent = silent + 1 if looks == self._looks else 0
+            looks = self._looks
+            if silent > self._patience and not self._resting:
+                host, port = launcher.address()
+                self._end(f"the machine of the first rank ({host}:{port}) did not answer for {silent * 2} s")
+
+    def _end(self, what: str) -> NoReturn:
+        where = f"rank {self._world.rank}"
+        hint = "Look at its machine and network. The same command resumes, also on the ranks that are left."
+        error = RankLostError(what, where=f"{where}, in {self.collective}" if self.collective else where, hint=hint)
+        if folder := os.environ.get(launcher.TASK_FOLDER):
+            core_io.write_json(Path(folder) / f"{self._world.rank}.json", {"error": error_facts(error)})
+        else:
+            log.tell(f"error: {error}")
+        os._exit(2)
+
+
+_watches: list[Watch] = []
+"""That of this process, as soon as it has met the others."""
 
 
 def _backends() -> dict[str, str]:
@@ -323,15 +507,22 @@ def _bytes(value: Any) -> Tensor:
 @contextmanager
 def _together(what: str) -> Iterator[None]:
     """Report a broken connection (RuntimeError and its kin in torch) as its cause: another rank is gone."""
+    for watch in _watches:
+        watch.enter(what)
     try:
         yield
     except (RuntimeError, KeyError) as error:
         _lost(what, error)
+    for watch in _watches:
+        watch.enter("")
 
 
 def _lost(what: str, error: BaseException) -> NoReturn:
     first = str(error).strip().partition("\n")[0]
+    stop_watching()
+    parent = launcher.TASK_FOLDER in os.environ  # which knows better
+    named = "".join(watch.lost() for watch in _watches if not parent)
     hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."
     raise RankLostError(
-        f"another rank is gone ({what}: {first})", where=f"rank {os.environ.get('RANK')}", hint=hint
+        f"{named or 'another rank'} is gone ({what}: {first})", where=f"rank {os.environ.get('RANK')}", hint=hint
     ) from error

@@ -1,11 +1,15 @@
 """
 How many processes may start here, and what a launcher such as torchrun says about this one. Needs no torch.
 
-RANK and WORLD_SIZE count the processes of all machines, LOCAL_RANK and LOCAL_WORLD_SIZE those of this machine.
+RANK and WORLD_SIZE count the processes of all machines, LOCAL_RANK and LOCAL_WORLD_SIZE those of this machine. These
+are torchrun's names. `adopt` sets them from the variables of srun and mpirun.
+
+Sources: the manual pages of srun (output environment variables) and of Open MPI, MVAPICH2 and MPICH's Hydra.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +20,28 @@ MAX_PROCESSES = 2**20
 """More than any machine, or group of machines, has."""
 PROCESSES_A_CORE = 8
 """More of them compute nothing sooner, and each takes some hundred megabytes of memory."""
+
+
+MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""Of each mpirun: rank, size, local rank and local size. Intel MPI has the names of MPICH."""
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+"""Of a task of srun: rank, size, local rank. A batch script has a SLURM_PROCID too, but no size: it is no task."""
+FIRST_PORT, NUM_PORTS = 15_000, 15_000
+"""Where jobs meet that name no port: below the ports that systems give to whoever asks for any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +67,57 @@ def launched(env: Mapping[str, str] | None = None) -> Launched | None:
     local_size = number("LOCAL_WORLD_SIZE", env, size, at_least=1, below=size + 1)
     local_rank = number("LOCAL_RANK", env, min(rank, local_size - 1), below=min(local_size, rank + 1))
     return Launched(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def adopt(env: MutableMapping[str, str] | None = None) -> None:
+    """
+    Put what srun or mpirun says about this process under torchrun's names. Names that are set stay, so torchrun within
+    a job of Slurm wins. One task alone sets nothing. Raises ConfigError for a variable that is missing or no number.
+    """
+    env = os.environ if env is None else env
+    if "WORLD_SIZE" in env:
+        return
+    for tool, names in MPI.items():
+        if names[0] in env and names[3] in env:
+            rank, size, local_rank, local_size = (_task_number(name, env, tool) for name in names)
+            job, hosts = "", "127.0.0.1" if local_size == size else ""
+            cure = (
+                f"With several machines, hand on the first one's name as MASTER_ADDR, in {tool} by an option of mpirun."
+            )
+            break
+    else:
+        if SLURM[1] not in env:
+            return
+        rank, size, local_rank = (_task_number(name, env, "srun") for name in SLURM)
+        local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else size
+        hosts = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+        job, cure = (
+            f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
+            "Set MASTER_ADDR to the first host.",
+        )
+    if size == 1:
+        return
+    if not (env.get("MASTER_ADDR") or hosts):
+        raise ConfigError(f"MASTER_ADDR is not set, and there are {size} processes", where="environment", hint=cure)
+    env.setdefault("MASTER_ADDR", hosts)
+    env.setdefault("MASTER_PORT", str(port_of(job)))
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size, "WORLD_SIZE": size}
+    env.update({name: str(value) for name, value in numbers.items()})
+
+
+def _task_number(name: str, env: Mapping[str, str], tool: str) -> int:
+    return number(name, env, hint=f"{tool} sets it. Start the command with {tool}, or unset its variables.")
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list of Slurm's: "gpu[07-09,12],login" -> "gpu07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def port_of(job: str) -> int:
+    """The port where the processes of a job meet, the same on all of its machines."""
+    return FIRST_PORT + int.from_bytes(job.encode(), "big") % NUM_PORTS
 
 
 def num_processes(requested: int = 1) -> int:
@@ -74,7 +151,7 @@ def busy() -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-CURE = "Start it with torchrun, or unset WORLD_SIZE."
+CURE = "Start it with torchrun, srun, mpirun or `bloomery run --hosts`, or unset WORLD_SIZE."
 
 
 def cores() -> int:

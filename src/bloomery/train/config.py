@@ -243,6 +243,7 @@ Sink = Annotated[WeightsAndBiases | TensorBoard | Trackio, Field(discriminator="
 
 Ranks = Annotated[int, Between(1, 1024, "each rank is a process of this machine")]
 CheckpointCount = Annotated[int, Between(1, 1000, "each is as large as model and optimizer")]
+GpuSeconds = Annotated[int, Between(0, 3600, "no run is watched by the hour")]
 StepWindow = Annotated[int, Between(2, 10**6, "a deviation takes two steps, and all are in memory")]
 StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
 
@@ -373,6 +374,10 @@ class Training(Config):
     """Whether to write `main.log` too, in the format of llm.c."""
     sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
     """Where else the metrics go."""
+    gpu_stats_every_seconds: GpuSeconds = Field(10, json_schema_extra=VOLATILE)
+    """Seconds between readings of use, memory, power and temperature of the first machine's GPUs; 0 for none."""
+    gpu_csv: bool = Field(False, json_schema_extra=VOLATILE)
+    """Whether to write each of these readings to `gpus.csv` too."""
     sample_every: StepsOrNone = Field(0, json_schema_extra=VOLATILE)
     """Steps between samples of what the model writes; 0 for none. Samples are printed, and kept in samples.jsonl."""
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)

@@ -9,7 +9,9 @@ ends. A process that trains alone does not come here.
 """
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from bloomery.core import io as core_io
 from bloomery.core.config import build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console, lent_terminal
-from bloomery.core.pipeline import resolve
+from bloomery.core.pipeline import resolve, versions
 from bloomery.core.records import read_record
 from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
 from bloomery.hw import distributed, launcher
@@ -33,6 +35,8 @@ from bloomery.hw.distributed import RankLostError, World
 from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_OF_CACHES = 65.0
+"""How long NFS may say that a new file is not there, with its usual settings."""
 GRACE_SECONDS = 60.0
 """How long others may take to come to where ranks meet, after one has ended in error; longer where one is busy."""
 
@@ -91,14 +95,51 @@ def stage(function: str, config: Training, inputs: Mapping[str, Path], out: Path
 
 def stage_on_rank(task: Mapping[str, Any], world: World) -> Answer:
     """What each rank does for `stage`."""
+    check_machines(world, [Path(task["out"]), *map(Path, task["inputs"].values())])
     config = build(resolve(task["config_class"]), dict(task["config"]))
     inputs = {name: Path(folder) for name, folder in task["inputs"].items()}
     return dict(resolve(task["function"])(config, inputs, Path(task["out"]), world))
 
 
+def check_machines(world: World, folders: Sequence[Path]) -> None:
+    """
+    Raises RunError, on all ranks, where a machine has other versions of Bloomery or torch than the first. It is also
+    raised where a machine does not see the first one's folders: the same path on another disk is another folder. Ranks
+    of one machine are not asked.
+    """
+    if world.size == distributed.ranks_here(world):
+        return
+    host = socket.gethostname()
+    installed = versions()
+    facts = {name: installed.get(name) for name in ("bloomery", "torch")}
+    first = world.broadcast({"facts": facts, "mark": secrets.token_hex(8)})
+    mark = folders[0] / f".{first['mark']}{core_io.PARTIAL}"
+    with world.alike():
+        if facts != first["facts"]:
+            what = f"{host} has {facts}, and the machine of the first rank {first['facts']}"
+            raise RunError(what, where=f"rank {world.rank}", hint="Install the same versions on all machines.")
+        if world.is_first:
+            mark.touch()
+    try:
+        with world.alike():
+            deadline = time.monotonic() + SECONDS_OF_CACHES
+            unseen = [folder for folder in folders if not folder.is_dir()]
+            while not mark.exists() and not unseen and time.monotonic() < deadline:
+                os.listdir(mark.parent)  # makes NFS ask its server again
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            if unseen or not mark.exists():
+                folder = (unseen or folders)[0]
+                what = f"{host} does not see the first rank's folder {folder}"
+                hint = "Put runs on a file system that all machines share, such as NFS: --runs /shared/runs"
+                raise RunError(what, where=f"rank {world.rank}", hint=hint)
+    finally:
+        if world.is_first:
+            mark.unlink(missing_ok=True)
+
+
 def by_first_process(work: Callable[[], None]) -> None:
     """Of the processes that torchrun has started: the first calls `work`, and the others only train with it."""
-    launcher.address()  # before hours of data stages, at whose end the processes meet
+    distributed.meet()  # before hours of data stages
     process = launcher.launched()
     if process is not None and process.rank > 0:
         follow()
@@ -119,6 +160,7 @@ def follow() -> None:
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
     distributed.hand_out(len(_handed_out), {"function": ""})
+    distributed.stop_watching()
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:

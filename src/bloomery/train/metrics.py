@@ -47,6 +47,7 @@ from bloomery.core import extras
 from bloomery.core.io import disk_errors, whole_file
 from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.hw.device import Device
+from bloomery.hw.monitor import GpuMonitor
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
 from bloomery.train.fsdp import local, over_ranks, square_sums
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
@@ -140,6 +141,7 @@ class MetricsLogger:
     bytes_per_token: float | None
     """Of the supervised tokens of the validation split; it converts the loss to bits per byte."""
     watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
+    gpus: GpuMonitor | None = None
     _last: int = 0
     """Step of the last line."""
     _warned: bool = False
@@ -183,6 +185,8 @@ class MetricsLogger:
             values["bits_per_byte"] = round(bits, 5)
         if self.listed_flops is not None:
             values["mfu_catalogue"] = round(speed * self.flops_per_token / self.listed_flops, 4)
+        if self.gpus is not None and (readings := self.gpus.take()):
+            values["gpus"] = readings
         self._watch_memory()
         self.write(
             step,

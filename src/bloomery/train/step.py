@@ -87,6 +87,8 @@ class BatchLoss(NamedTuple):
     num_tokens: int
     """Supervised tokens."""
     metrics: dict[str, float]
+    own_sum: Tensor
+    """The sum of losses over this rank's sequences."""
 
 
 class Gradients(NamedTuple):
@@ -95,6 +97,7 @@ class Gradients(NamedTuple):
     loss: float
     num_tokens: int
     metrics: dict[str, float]
+    own_sum: Tensor
     norm: Tensor
     """Of all gradients together, before clipping."""
     rows: int
@@ -223,10 +226,10 @@ def accumulate_gradients(
         if gradient_sums.finish(bool(failure)):
             raise AgreedOutOfMemoryError(failure or "memory ran out on another rank")
     precision.unscale(gradients(model))
-    means = dict(totals.metrics)
+    means, own_sum = dict(totals.metrics), total.clone()
     if loss_function.metrics:
         means |= mean_metrics(loss_function, world.sum(metrics), totals.metrics_divisor)
-    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means)
+    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means, own_sum)
 
 
 def mean_metrics(loss_function: LossFunction, sums: Tensor, count: int) -> dict[str, float]:
@@ -398,6 +401,7 @@ class Trainer:
         norm = float(grads.norm)
         watched = grads.loss if self.loss_function.positive or not math.isfinite(grads.loss) else 1.0
         if reason := self.guard.trouble(state.guard, watched, norm):
+            reason += self._culprits(grads)
             self._skip(SkippedStep(state.step, reason, grads.loss, norm, batch.samples.tolist()))
         elif grads.num_tokens:
             if self.norms:
@@ -409,6 +413,14 @@ class Trainer:
             state.tokens += grads.num_tokens
             state.metrics |= {"loss": grads.loss, "gradient_norm": norm, **grads.metrics, **self.precision.metrics()}
         self.optimizers.zero_grad()
+
+    def _culprits(self, grads: Gradients) -> str:
+        """Of a loss that is not finite: on which ranks it came about, where not on all. A GPU may be broken."""
+        if self.world.size == 1 or math.isfinite(grads.loss):
+            return ""
+        finite = self.world.gather(math.isfinite(float(grads.own_sum)))
+        bad = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        return "" if len(bad) == len(finite) else f", from rank {' and '.join(bad)} of {self.world.size}"
 
     def _forward_backward(self, batch: Batch) -> Gradients:
         """The gradients of a global batch, with as many rows at once as memory allows, now and later."""

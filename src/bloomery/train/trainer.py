@@ -22,6 +22,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
+from bloomery.hw.monitor import GpuMonitor
 from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import PackedDataset, SampleSource, batches, others_begin
@@ -42,7 +43,7 @@ from bloomery.train.step import CausalLMLoss, LossFunction, Trainer
 from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
 from bloomery.weights.checkpoint import RetentionPolicy, Saver
 
-LOG = "log.txt"
+LOG, GPUS = "log.txt", "gpus.csv"
 STEPS_BETWEEN_TRIMS = 25
 FEWEST_STEPS_BETWEEN = 10
 """Of the ends of epochs that are evaluated: each evaluation saves a checkpoint too."""
@@ -395,6 +396,7 @@ class TrainingRun:
         doing("measuring the speed of matmuls")
         with (
             Metrics(self._desk / METRICS, state.step) as metrics,
+            GpuMonitor(every, self._desk / GPUS if self.config.gpu_csv else None) as gpus,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
             recorder = MetricsLogger(
@@ -408,6 +410,7 @@ class TrainingRun:
                 peak_flops=fsdp.peak(device, self.world),
                 listed_flops=listed_peak(device, self.world.size),
                 bytes_per_token=self._validation.bytes_per_token,
+                gpus=gpus,
             )
             of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
             messages = [

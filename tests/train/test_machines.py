@@ -1,0 +1,229 @@
+"""Four machines of one: network namespaces with a cable each, which a test can pull."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from bloomery.hw.distributed import World
+from bloomery.train import launch
+from tests.train.made import lines, run, wait_for_steps
+
+ROOT = Path(__file__).parents[2]
+MACHINES = 4
+STEPS = 60
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "eval_every": 10**6,
+    "keep_last": 3,
+    "spike_sigma": 1e6,
+    "optimizer": {"kind": "adamw"},
+}
+TRAIN = """
+import json, sys
+from bloomery.core import log
+from bloomery.core.errors import BloomeryError
+from bloomery.train import launch
+try:
+    launch.by_first_process(lambda: launch.run(sys.argv[1], json.loads(sys.argv[2]), 1))
+except BloomeryError as error:
+    log.tell(f"error: {error}")
+    sys.exit(2)
+"""
+SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+machine=${2##*.}
+if [ "$machine" = "$OWN_DISK" ]; then
+    set -- "$1" "$2" "mount -t tmpfs none '$OUT' && $3"
+    exec ip netns exec PREFIX$machine unshare --mount sh -c "$3"
+fi
+exec ip netns exec PREFIX$machine sh -c "$3"
+"""
+"""A host for each machine. The one of OWN_DISK has another file system in place of OUT."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux" or shutil.which("ip") is None, reason="needs ip, of Linux"),
+]
+
+
+@dataclass
+class Lab:
+    """Machines 10.99.0.1 to 10.99.0.4, which meet in a bridge of a namespace of its own."""
+
+    prefix: str
+    folder: Path
+
+    def cable(self, machine: int, state: str) -> None:
+        ip("netns", "exec", f"{self.prefix}hub", "ip", "link", "set", f"c{machine}", state)
+
+    def inside(self, machine: int) -> list[str]:
+        return ["ip", "netns", "exec", f"{self.prefix}{machine}"]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    prefix = f"bl{os.getpid()}x"
+    names = [f"{prefix}hub", *(f"{prefix}{machine}" for machine in range(1, MACHINES + 1))]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            hub = ("netns", "exec", names[0], "ip")
+            ip(*hub, "link", "add", "middle", "type", "bridge")
+            ip(*hub, "link", "set", "middle", "up")
+            for machine, name in enumerate(names[1:], 1):
+                ip(*hub, "link", "add", f"c{machine}", "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip(*hub, "link", "set", f"c{machine}", "master", "middle", "up")
+                inside = ("netns", "exec", name, "ip")
+                ip(*inside, "addr", "add", f"10.99.0.{machine}/24", "dev", "eth0")
+                ip(*inside, "link", "set", "eth0", "up")
+                ip(*inside, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "ssh").write_text(SSH.replace("PREFIX", prefix))
+        (tmp_path / "bin" / "ssh").chmod(0o755)
+        (tmp_path / "hosts").write_text("".join(f"10.99.0.{machine}\n" for machine in range(1, MACHINES + 1)))
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("BLOOMERY_RANK_SECONDS", "10")
+        yield Lab(prefix, tmp_path)
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def losses(out: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(out) if "loss" in line}
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from bloomery.core.errors import BloomeryError
+from bloomery.hw import hosts
+hosts.PYTHON = (sys.executable,)
+try:
+    hosts.start(sys.argv[2:], Path(sys.argv[1]))
+except BloomeryError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def everywhere(task: dict[str, Any], world: World) -> dict[str, Any]:
+    launch.SECONDS_OF_CACHES = 2.0
+    launch.check_machines(world, [Path(task["out"])])
+    return {}
+
+
+def start(lab: Lab, function: str, task: dict[str, Any]) -> "subprocess.Popen[str]":
+    """A function on the ranks of the machines in the file of hosts, by ssh."""
+    words = [sys.executable, "-c", STARTER, str(lab.folder / "hosts"), "-c", TRAIN]
+    return subprocess.Popen([*words, function, json.dumps(task)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def finished(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str]:
+    try:
+        _, told = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, told
+
+
+def alone(shards: Path, out: Path) -> dict[int, float]:
+    """The losses of one rank, which no cable disturbs."""
+    run(shards, out, 1, **SETTINGS)
+    return losses(out)
+
+
+def test_a_cut_cable_ends_the_ranks_of_all_machines_and_those_left_resume_with_the_same_losses(
+    lab: Lab, shards: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    task = {"shards": str(shards), "out": str(out), "settings": SETTINGS}
+    process = start(lab, "tests.train.made:trained", task)
+    wait_for_steps(out)
+    lab.cable(4, "down")
+    code, told = finished(process)
+    assert code == 2, told
+    assert re.search(r"error: rank [0-2], in \w+: rank 3 \(.*\) gave no sign of life for 10 s", told), told
+    assert re.search(r"error: rank 3.*: the machine of the first rank \(10.99.0.1:\d+\) did not answer", told), told
+    assert "ended with exit code 2; the ranks of the other hosts were ended" in told
+    (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.2\n10.99.0.3\n")
+    assert finished(start(lab, "tests.train.made:trained", task)) == (0, ANY)
+    whole = alone(shards, tmp_path / "alone")
+    assert losses(out) == pytest.approx(whole, abs=1e-5)
+    assert len(whole) == STEPS
+
+
+def test_under_torchrun_the_machines_that_a_cut_cable_leaves_resume_by_themselves(
+    lab: Lab, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    task = {"shards": str(shards), "out": str(out), "settings": SETTINGS}
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    conf = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5,is_host={}"
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3:4", "--nproc-per-node", "1"]
+    words += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.99.0.1:29511", "--rdzv-id", "one"]
+    agents = []
+    with contextlib.ExitStack() as stack:
+        for machine in range(1, MACHINES + 1):
+            more = ["--local-addr", f"10.99.0.{machine}", "--rdzv-conf", conf.format(int(machine == 1))]
+            command = [*lab.inside(machine), *words, *more, str(tmp_path / "train.py"), "tests.train.made:trained"]
+            log = stack.enter_context((tmp_path / f"{machine}.log").open("w"))
+            agent = subprocess.Popen(
+                [*command, json.dumps(task)], stderr=log, stdout=log, cwd=ROOT, start_new_session=True
+            )
+            agents.append(agent)
+            stack.callback(ended, agent)
+        wait_for_steps(out)
+        lab.cable(4, "down")
+        said = [(tmp_path / f"{machine}.log") for machine in range(1, MACHINES + 1)]
+        for agent in agents[:3]:
+            assert agent.wait(timeout=200) == 0, "\n".join(file.read_text()[-3000:] for file in said)
+    assert any("gave no sign of life for 10 s" in file.read_text() for file in said)
+    assert losses(out) == pytest.approx(alone(shards, tmp_path / "alone"), abs=1e-5)
+
+
+def ended(agent: "subprocess.Popen[bytes]") -> None:
+    """torchrun, and the ranks that it has started in sessions of their own."""
+    with suppress(ProcessLookupError):
+        agent.terminate()
+    try:
+        agent.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+
+def test_a_machine_that_sees_another_disk_under_the_same_path_is_named(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv("OWN_DISK", "3")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    process = start(lab, "tests.train.test_machines:everywhere", {"out": str(tmp_path / "out")})
+    code, told = finished(process)
+    assert code == 2
+    assert re.search(r"error: rank 2: \S+ does not see the first rank's folder \S+/out\n.*--runs", told), told
+    assert list((tmp_path / "out").iterdir()) == []
