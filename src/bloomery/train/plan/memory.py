@@ -207,24 +207,18 @@ class Machine:
     """Memory of the host, which is the same where that is shared. None: nothing is known of the host."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
+    gemm: float | None = None
+    """FLOP/s of square matmuls in bfloat16, as others have measured them."""
+    link: float | None = None
+    """Bytes a second that it sends to the other devices of its host."""
 
     def peak(self, precision: NumberType) -> float | None:
         """None where it is not known; none is borrowed from another format."""
         return self.flops if precision == self.precision else self.peaks.get(precision)
 
-    @property
-    def share(self) -> float:
-        """Of the peak, that the matmuls of a step reach."""
-        measured = MEASURED_SHARE if self.processor else MEASURED_SHARE_OF_GPUS
-        return {"measured": measured, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
 
-
-CATALOGUE_SHARE = 0.6
-"""As bfloat16 matmuls reach on Strix Halo: 30 to 37 of 59.4 · 10¹² FLOP/s."""
 MEASURED_SHARE = 0.9
-"""The measured matmuls are large and square. Not all matmuls of a step are."""
-MEASURED_SHARE_OF_GPUS = 0.7
-"""The same on GPUs: about 520 of 750 TFLOP/s on an H100, estimated from spec sheets. No GPU has measured it yet."""
+"""Of a CPU's measured peak, in the matmuls of a step: the measured ones are large and square."""
 
 
 def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) -> Machine:
@@ -252,6 +246,8 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         shared=entry.shared,
         host_bytes=size if entry.shared else None,
         lent_bytes=size // 2 if entry.gtt else None,
+        gemm=entry.gemm,
+        link=entry.link,
     )
 
 
