@@ -218,7 +218,7 @@ class TrainingRun:
             ExitStack() as stack,
         ):
             doing("choosing kernels and number format")
-            precision = Precision.of_run(self.config, self._desk)
+            precision = Precision.of_run(self.config, self._desk, self.world)
             device = precision.device
             on_processor = device.torch_device.type == "cpu"
             stack.enter_context(chunks_of(logits_chunk_bytes(device.memory_bytes, processor=on_processor)))

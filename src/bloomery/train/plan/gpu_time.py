@@ -17,7 +17,6 @@ Not counted: documents that do not see each other (their attention is cheaper), 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bloomery.model.config import GATED, ModelConfig
@@ -29,6 +28,7 @@ from bloomery.train.plan.memory import (
     TrainSetup,
     Workload,
     adapter_parameters,
+    matrix_sides,
 )
 
 MATMUL = 0.80
@@ -128,7 +128,7 @@ def step_time(
 
     passes = 2 if frozen else 3
     in_blocks = passes + max(program.matmuls_again, float(again == "full"))
-    weights = list(_sides(model))
+    weights = list(matrix_sides(model))
     flops = 2.0 * tokens * (in_blocks * sum(k * n for k, n in weights) + passes * table)
     if frozen:
         flops += 6.0 * tokens * adapter_parameters(model, way.rank)
@@ -159,20 +159,6 @@ def step_time(
         exchange=exchange,
         host=(micro_batches + 0.2) * kernels * LAUNCH_SECONDS,
     )
-
-
-def _sides(model: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Inputs and outputs of each matrix of the blocks."""
-    D, M, queries, keys = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_heads * model.head_size,
-        model.num_kv_heads * model.head_size,
-    )
-    for number in range(model.num_layers):
-        yield from ((D, queries), (D, keys), (D, keys), (queries, D), (D, M), (M, D))
-        if model.layer(number)[2] in GATED:
-            yield D, M
 
 
 def _attention_flops(model: ModelConfig, number: int, again: bool) -> float:
@@ -216,12 +202,12 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
     shards = way.devices if way.sharded else 1
     if way.method != "full":
         return 0.0, 32.0 * adapter_parameters(what.model, way.rank) / shards
-    in_blocks = sum(k * n for k, n in _sides(what.model))
+    in_blocks = sum(k * n for k, n in matrix_sides(what.model))
     matrices, tables, _ = OPTIMIZER_BYTES[what.optimizer.kind]
     moved = 16.0 * what.parameters + 2 * (matrices * in_blocks + tables * (what.parameters - in_blocks))
     if what.optimizer.kind != "muon":
         return 0.0, moved / shards
-    flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in _sides(what.model))
+    flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in matrix_sides(what.model))
     return flops / way.devices, moved / shards + ORTHOGONAL_BYTES * in_blocks / way.devices
 
 

@@ -25,7 +25,7 @@ and how fast they are. Measurements of this machine are passed in.
 All estimates are in one file because the peak sums the same terms that the target limits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -477,7 +477,7 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
     loading = (1 if way.sharded else target.devices) * weights + target.devices * largest
     copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
-    saving = copies + min(copies, FILE_BYTES)
+    saving = pinned(what, way, copies) + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
     if target.processor or target.shared:
         training = target.devices * peak_bytes + saving
@@ -524,6 +524,31 @@ def adapter_parameters(model: ModelConfig, rank: int) -> int:
         )
         total += rank * ends
     return total
+
+
+def matrix_sides(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Inputs and outputs of each matrix of the blocks."""
+    D, M, queries, keys = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads * model.head_size,
+        model.num_kv_heads * model.head_size,
+    )
+    for number in range(model.num_layers):
+        yield from ((D, queries), (D, keys), (D, keys), (queries, D), (D, M), (M, D))
+        if model.layer(number)[2] in GATED:
+            yield D, M
+
+
+def pinned(what: Workload, way: TrainSetup, num_bytes: int) -> int:
+    """
+    Bytes of host memory for copies of trained weights and of what the optimizer keeps. PyTorch rounds the memory of
+    each copy that a GPU writes up to a power of two. The rounding of matrices and tables counts.
+    """
+    sizes = [k * n for k, n in matrix_sides(what.model)] + [what.vocab_size * what.model.hidden_size]
+    if what.processor or way.method != "full" or way.sharded:
+        return num_bytes
+    return int(num_bytes * sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes))
 
 
 def rounded_bytes(what: Workload, way: TrainSetup) -> int:
