@@ -9,6 +9,10 @@ operation that is no view counts as one kernel. Attention counts as a kernel for
 half; what torch takes there is a question for `make gpu`. Operations that read a number of the device on the host are
 counted apart: within a micro-batch there are none.
 
+`fused` counts once more, as if kernels between matmuls were fused: operations that follow each other without a matmul
+between them are one kernel, which reads its inputs once and writes what others read. That is the least a compiler can
+reach without computing anything again.
+
 The code is that of training, as it runs on a GPU without Triton kernels of ours and without torch.compile. --quick
 takes GPT-2 124M alone.
 """
@@ -69,6 +73,8 @@ class Counts:
     host_reads: int = 0
     attention_flops: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
+    fused_kernels: int = 0
+    fused_bytes: int = 0
 
     def facts(self) -> dict[str, Any]:
         facts = asdict(self) | {"by_name": dict(self.by_name.most_common(12)), "unaligned": dict(self.unaligned)}
@@ -81,6 +87,13 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counts: Counts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
+        self.operations: list[Operation] = []
+        self._storages: list[torch.UntypedStorage] = []
+        """Held, so that none gets the address of another."""
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self.counts.fused_kernels, self.counts.fused_bytes = fused_kernels(self.operations)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
@@ -95,6 +108,10 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [one for one in tree_iter(output) if isinstance(one, Tensor)]
         self.counts.kernels += 1
         self.counts.by_name[name] += 1
+        held = [[one.untyped_storage() for one in tensors] for tensors in (inputs, results)]
+        self._storages += [*held[0], *held[1]]
+        read, written = ({one._cdata: one.nbytes() for one in storages} for storages in held)
+        self.operations.append(Operation(name not in PRODUCTS, read, written))
         if name in PRODUCTS:
             self._multiply(inputs[-2:])
         else:
@@ -113,6 +130,67 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if left.element_size() == 2 and any(side % ALIGNED for side in (rows, inner, columns)):
             self.counts.unaligned[f"{rows}x{inner}x{columns}"] += 1
             self.counts.unaligned_flops += flops
+
+
+@dataclass
+class Operation:
+    fusible: bool
+    read: dict[int, int]
+    """Storage -> its bytes."""
+    written: dict[int, int]
+
+
+Version = tuple[int, int]
+"""A storage, and how often it has been written."""
+
+
+def fused_kernels(operations: list[Operation]) -> tuple[int, int]:
+    """
+    How many kernels all but matmuls become, and the bytes that they move. The level of an operation is the number of
+    matmuls on the longest path to it. Two that are connected and have the same level are one kernel.
+    """
+    versions, levels, producers = Counter[int](), dict[Version, int](), dict[Version, int]()
+    sizes, users = dict[Version, int](), dict[Version, list[int]]()
+    reads, writes, roots = list[list[Version]](), list[list[Version]](), list(range(len(operations)))
+    own_levels = list[int]()
+
+    def root(number: int) -> int:
+        while roots[number] != number:
+            roots[number] = roots[roots[number]]
+            number = roots[number]
+        return number
+
+    for number, operation in enumerate(operations):
+        reads.append([(one, versions[one]) for one in operation.read])
+        sizes |= {version: operation.read[version[0]] for version in reads[-1]}
+        level = max((levels.get(version, 0) for version in reads[-1]), default=0) + (not operation.fusible)
+        own_levels.append(level)
+        for version in reads[-1]:
+            users.setdefault(version, []).append(number)
+            before = producers.get(version)
+            joins = before is not None and operation.fusible and operations[before].fusible
+            if joins and before is not None and own_levels[before] == level:
+                roots[root(number)] = root(before)
+        versions.update(operation.written.keys())
+        writes.append([(one, versions[one]) for one in operation.written])
+        for version in writes[-1]:
+            sizes[version], levels[version] = operation.written[version[0]], level
+            producers[version] = number
+    kernels = dict[int, set[int]]()
+    for number, operation in enumerate(operations):
+        if operation.fusible:
+            kernels.setdefault(root(number), set()).add(number)
+    moved = 0
+    for members in kernels.values():
+        made = {version for number in members for version in writes[number]}
+        inputs = {version[0]: sizes[version] for number in members for version in reads[number] if version not in made}
+        outputs = {
+            version[0]: sizes[version]
+            for version in made
+            if version not in users or any(user not in members for user in users[version])
+        }
+        moved += sum(inputs.values()) + sum(outputs.values())
+    return len(kernels), moved
 
 
 @contextmanager
@@ -185,7 +263,8 @@ def as_text(row: dict[str, Any]) -> str:
     batch, update = row["micro-batch"], row["update"]
     unaligned = batch["unaligned_flops"] / batch["matmul_flops"]
     work = f"{batch['matmul_flops'] / 1e12:>6.1f} TFLOP ({unaligned:.1%} unaligned), host reads {batch['host_reads']}"
-    first = f"{batch['kernels']:>6,} kernels {batch['gigabytes_moved']:>7.1f} GB {work}"
+    fused = f"(fused {batch['fused_kernels']:,}, {batch['fused_bytes'] / 1e9:.1f} GB)"
+    first = f"{batch['kernels']:>6,} kernels {batch['gigabytes_moved']:>7.1f} GB {fused} {work}"
     then = f"{update['kernels']:>6,} kernels {update['gigabytes_moved']:>6.1f} GB"
     return f"{row['preset']:<14} {row['optimizer']:<6} {first}; update {then}"
 

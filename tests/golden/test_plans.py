@@ -26,11 +26,10 @@ def rate(made: PlanReport) -> float:
     return made.tokens_per_second
 
 
-def test_500m_on_strix_halo_could_be_up_to_twice_as_fast_as_its_author_measured() -> None:
+def test_500m_on_strix_halo_is_planned_as_fast_as_its_author_measured_and_faster_with_all_kept() -> None:
     """
     4,750 tokens/s were measured, with gradients computed again as upstream does. The roofline of 59.4 TFLOP/s ends at
-    17,800; products alone were measured at 30 to 37, which is 9,000 to 11,100, and three quarters of that when blocks
-    are computed again.
+    17,800. Matmuls alone were measured at 30 to 37, which is 9,000 to 11,100.
     """
     target = of_entry(named("strix-halo-128"))
     kept, again = (
@@ -40,11 +39,11 @@ def test_500m_on_strix_halo_could_be_up_to_twice_as_fast_as_its_author_measured(
     assert kept.ask.what.parameters == 521_570_560
     assert kept.choice.pace is not None
     assert kept.choice.pace.ceiling == pytest.approx(17_800, rel=0.01)
-    assert 1.5 < rate(kept) / 4750 < 2
-    assert 1.1 < rate(again) / 4750 < 1.5
+    assert rate(again) == pytest.approx(4750, rel=0.15)
+    assert 1.2 < rate(kept) / rate(again) < 4 / 3
     measured = named("strix-halo-128").gemm
     assert measured is not None
-    assert rate(again) < measured / 59.4e12 * again.choice.pace.ceiling  # type: ignore[union-attr]
+    assert rate(kept) < measured / 59.4e12 * kept.choice.pace.ceiling
 
 
 @pytest.mark.slow

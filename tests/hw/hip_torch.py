@@ -13,7 +13,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,6 +54,9 @@ def pretend(torch: Any) -> None:
 class AfterImport(importlib.abc.MetaPathFinder):
     """Of torch: found where it is, and pretended to be another as soon as it is loaded."""
 
+    def __init__(self, pretend: Callable[[Any], None] = pretend) -> None:
+        self._pretend = pretend
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -67,7 +70,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def load_and_pretend(module: ModuleType) -> None:
             load(module)
-            pretend(module)
+            self._pretend(module)
 
         spec.loader.exec_module = load_and_pretend  # type: ignore[method-assign]
         return spec

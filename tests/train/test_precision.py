@@ -1,18 +1,26 @@
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import repeat
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bloomery.hw import kernel_selection
+from bloomery.hw.device import Device
+from bloomery.hw.distributed import World
 from bloomery.shards.loader import Batch
-from bloomery.train.precision import Precision, Scaler, be_deterministic
+from bloomery.train.precision import KERNELS, Precision, Scaler, be_deterministic
 from bloomery.train.state import State
 from bloomery.train.step import BatchLoss, BatchTotals, CausalLMLoss, accumulate_gradients, retry_on_overflow
 from tests.model.made import SHAPES, lively
 from tests.train.made import on_cpu, processor, random_batch, trainer
+from tests.train.planning.made import training
 
 import torch
 from torch import Tensor
@@ -182,3 +190,39 @@ def test_a_deterministic_run_sets_what_that_takes_and_the_next_run_does_not(monk
     finally:
         be_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("kept", ["", '{"identity": {}, "outcomes": []}'])
+def test_all_ranks_of_a_deterministic_run_take_the_choice_of_kernels_that_the_first_has_kept(
+    kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank writes of itself is thrown away at the end, so that only the first finds it again."""
+
+    class Rank(World):
+        def broadcast(self, value: object) -> Any:
+            assert (value == kept) if self.is_first else (value == "")
+            return kept
+
+        @contextmanager
+        def alike(self) -> Iterator[None]:
+            yield
+
+    found = list[str | None]()
+
+    def look(device: Device, host: object = None, keep: Path | None = None) -> dict[str, object]:
+        assert keep is not None
+        found.append(keep.read_text("utf-8") if keep.exists() else "")
+        return {}
+
+    monkeypatch.setattr(kernel_selection, "select_kernels", look)
+    config = training(deterministic=True, device="cpu")
+    for rank in (0, 1):
+        desk = tmp_path / str(rank)
+        desk.mkdir()
+        if kept and rank == 0:
+            (desk / KERNELS).write_text(kept, encoding="utf-8")
+        try:
+            Precision.of_run(config, desk, Rank(rank, 2))
+        finally:
+            be_deterministic(False)
+    assert found == [kept, kept]

@@ -212,6 +212,13 @@ def staged(numbers: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     return [flat.view(tensor.shape) for flat, tensor in zip(torch.split(moved, sizes), numbers, strict=True)]
 
 
+def constant(numbers: Sequence[float], device: torch.device | str) -> torch.Tensor:
+    """A few numbers in float32 on a device. The host does not wait until a GPU has them."""
+    if not is_gpu(torch.device(device)):
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
+
+
 def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     Copies in the host's memory, whole when this returns. Those of a GPU go into pinned memory, all at once, which is

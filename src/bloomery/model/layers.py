@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from jaxtyping import Float, Int
 
-import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw.device import constant
 from bloomery.model.config import (
     GATED,
     FeedForwardKind,
@@ -254,7 +254,7 @@ def frequencies(
             grown = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0)
             return _yarn(speeds, head_dim, theta, scaling), grown
         case LongRopeScaling():
-            short = torch.tensor(scaling.short_factor, device=device, dtype=torch.float32)
+            short = constant(scaling.short_factor, device)
             root = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_length))
             return 1.0 / (short * theta ** (j / head_dim)), scaling.attention_factor or root
         case None:

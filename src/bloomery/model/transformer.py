@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
+from bloomery.hw.device import constant
 from bloomery.model.attention import AttentionMask, Cache, Mask, attention, computed_in
 from bloomery.model.config import AttentionKind, ModelConfig, Window
 from bloomery.model.layers import NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
@@ -178,7 +179,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         if config.scale_embeddings:
-            x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.weight.dtype, device=x.device)
+            x = x * x.new_full((), config.hidden_size**0.5, dtype=self.embed.weight.dtype)  # filled there, not copied
         ropes: dict[bool, Rotation] = {}
         masks: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):
@@ -215,6 +216,6 @@ class Transformer(nn.Module):
         """Of ALiBi, for each query head. The heads of a pair have the same, for it is their difference that counts."""
         heads, pairs = self.config.num_heads, self.config.num_kv_heads // 2
         if kind == "standard":
-            return torch.tensor(alibi_slopes(heads), device=device)
-        slopes = torch.tensor(alibi_slopes(heads // 2), device=device).view(pairs, 1, -1)
+            return constant(alibi_slopes(heads), device)
+        slopes = constant(alibi_slopes(heads // 2), device).view(pairs, 1, -1)
         return slopes.expand(-1, 2, -1).flatten()

@@ -18,6 +18,7 @@ from bloomery.core.log import info
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
+from bloomery.hw.distributed import World
 from bloomery.train.config import Training
 
 import torch
@@ -120,16 +121,22 @@ class Precision:
         return cls(replace(device, compute_dtype=dtype), dtype, why, Scaler() if dtype == torch.float16 else None)
 
     @classmethod
-    def of_run(cls, config: Training, out: Path) -> "Precision":
+    def of_run(cls, config: Training, out: Path, world: World) -> "Precision":
         """
         The device and the format that a section of a recipe asks for; they are printed. A deterministic run keeps its
-        choice of kernels in the folder `out`.
+        choice of kernels in the folder `out`. All ranks take the choice that the first rank has kept.
         """
         devices.return_freed_memory()  # what earlier stages of this process left
         device = devices.find(config.device, open=False)
         be_deterministic(config.deterministic)  # before the GPU is opened: its library reads the environment then
+        keep = out / KERNELS if config.deterministic else None
+        if keep is not None:
+            with world.alike():
+                kept = keep.read_text(encoding="utf-8") if world.is_first and keep.exists() else ""
+            if (kept := world.broadcast(kept)) and not world.is_first:
+                keep.write_text(kept, encoding="utf-8")
         # Not opened yet: trials of kernels are other processes, and some drivers let in one at a time.
-        kernel_selection.select_kernels(device, keep=out / KERNELS if config.deterministic else None)
+        kernel_selection.select_kernels(device, keep=keep)
         device.open()
         devices.expand_segments(device)
         precision = cls.decide(config.compute_dtype, device)

@@ -111,7 +111,7 @@ class TrainingRun:
             ExitStack() as stack,
         ):
             doing("choosing kernels and number format")
-            precision = Precision.of_run(self.config, self._desk)
+            precision = Precision.of_run(self.config, self._desk, self.world)
             device = precision.device
             on_processor = device.torch_device.type == "cpu"
             stack.enter_context(chunks_of(logits_chunk_bytes(device.memory_bytes, processor=on_processor)))
@@ -394,6 +394,7 @@ class TrainingRun:
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:
         doing("measuring the speed of matmuls")
+        every = self.config.gpu_stats_every_seconds if self.world.is_first else 0
         with (
             Metrics(self._desk / METRICS, state.step) as metrics,
             GpuMonitor(every, self._desk / GPUS if self.config.gpu_csv else None) as gpus,

@@ -25,7 +25,7 @@ and how fast they are. Measurements of this machine are passed in.
 All estimates are in one file because the peak sums the same terms that the target limits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -207,24 +207,18 @@ class Machine:
     """Memory of the host, which is the same where that is shared. None: nothing is known of the host."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
+    gemm: float | None = None
+    """FLOP/s of square matmuls in bfloat16, as others have measured them."""
+    link: float | None = None
+    """Bytes a second that it sends to the other devices of its host."""
 
     def peak(self, precision: NumberType) -> float | None:
         """None where it is not known; none is borrowed from another format."""
         return self.flops if precision == self.precision else self.peaks.get(precision)
 
-    @property
-    def share(self) -> float:
-        """Of the peak, that the matmuls of a step reach."""
-        measured = MEASURED_SHARE if self.processor else MEASURED_SHARE_OF_GPUS
-        return {"measured": measured, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
 
-
-CATALOGUE_SHARE = 0.6
-"""As bfloat16 matmuls reach on Strix Halo: 30 to 37 of 59.4 · 10¹² FLOP/s."""
 MEASURED_SHARE = 0.9
-"""The measured matmuls are large and square. Not all matmuls of a step are."""
-MEASURED_SHARE_OF_GPUS = 0.7
-"""The same on GPUs: about 520 of 750 TFLOP/s on an H100, estimated from spec sheets. No GPU has measured it yet."""
+"""Of a CPU's measured peak, in the matmuls of a step: the measured ones are large and square."""
 
 
 def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) -> Machine:
@@ -252,6 +246,8 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         shared=entry.shared,
         host_bytes=size if entry.shared else None,
         lent_bytes=size // 2 if entry.gtt else None,
+        gemm=entry.gemm,
+        link=entry.link,
     )
 
 
@@ -481,7 +477,7 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
     loading = (1 if way.sharded else target.devices) * weights + target.devices * largest
     copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
-    saving = copies + min(copies, FILE_BYTES)
+    saving = pinned(what, way, copies) + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
     if target.processor or target.shared:
         training = target.devices * peak_bytes + saving
@@ -528,6 +524,31 @@ def adapter_parameters(model: ModelConfig, rank: int) -> int:
         )
         total += rank * ends
     return total
+
+
+def matrix_sides(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Inputs and outputs of each matrix of the blocks."""
+    D, M, queries, keys = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads * model.head_size,
+        model.num_kv_heads * model.head_size,
+    )
+    for number in range(model.num_layers):
+        yield from ((D, queries), (D, keys), (D, keys), (queries, D), (D, M), (M, D))
+        if model.layer(number)[2] in GATED:
+            yield D, M
+
+
+def pinned(what: Workload, way: TrainSetup, num_bytes: int) -> int:
+    """
+    Bytes of host memory for copies of trained weights and of what the optimizer keeps. PyTorch rounds the memory of
+    each copy that a GPU writes up to a power of two. The rounding of matrices and tables counts.
+    """
+    sizes = [k * n for k, n in matrix_sides(what.model)] + [what.vocab_size * what.model.hidden_size]
+    if what.processor or way.method != "full" or way.sharded:
+        return num_bytes
+    return int(num_bytes * sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes))
 
 
 def rounded_bytes(what: Workload, way: TrainSetup) -> int:

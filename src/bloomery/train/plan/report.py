@@ -13,8 +13,10 @@ from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
+from bloomery.train.plan.gpu_time import HOST_DEVICES
 from bloomery.train.plan.memory import (
     BASES,
+    MEASURED_SHARE,
     Machine,
     TrainSetup,
     Workload,
@@ -254,11 +256,15 @@ class PlanReport:
             known = "of this device" if self.target.flops is None else f"in {self.choice.way.precision}"
             return f"unknown, because no peak {known} is known"
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        share = f"assuming {100 * self.target.share:.0f} % of the {SOURCES[self.target.flops_from]} peak"
-        how = "timed here with small models" if self.choice.pace.timed else share
+        share = f"assuming {100 * MEASURED_SHARE:.0f} % of the measured peak"
+        shapes = f"estimated from shapes and the {SOURCES[self.target.flops_from]}"
+        estimated = share if self.target.processor else shapes
+        how = "timed here with small models" if self.choice.pace.timed else estimated
         whole = f"about {self.step_seconds:,.2f} seconds a step" if self.seconds is None else about(self.seconds)
         text = f"{whole} at {rate:,.0f} tokens/s, {how} (at the full peak: {most:,.0f} tokens/s"
-        text += "; without communication between devices)" if self.target.devices > 1 else ")"
+        unknown = self.target.devices > 1 and (self.target.link is None or self.target.devices > HOST_DEVICES)
+        where = "devices" if self.target.link is None else "hosts"
+        text += f"; without communication between {where})" if unknown else ")"
         if self.seconds is None:
             return text
         hours = self.seconds / 3600

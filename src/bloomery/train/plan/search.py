@@ -7,14 +7,13 @@ device, so a resumed run decides the same. It takes as many sequences as fit, up
 faster. If none fits, the first change in `CHANGES` that makes it fit is reported. `CHANGES` is in the order of
 cost.
 
-Time of a step, from what it computes and moves:
+Time of a step on a GPU: see train/plan/gpu_time.py. On a CPU, from what it computes and moves:
 
     seconds   micro-batches · (matmuls / (share · peak) + traffic / bandwidth) + update / bandwidth
 
 `share` is what matmuls of a step reach of large square matmuls: see train/plan/memory.py. Traffic lies outside of
 matmuls: activations written once and read three times, and logits read and written twice. It also counts weights
-rounded for each micro-batch and their gradients added up. Nothing is counted between devices, because a plan cannot
-know how they are connected.
+rounded for each micro-batch and their gradients added up. Nothing is counted between processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +22,11 @@ from typing import Literal, get_args
 
 from bloomery.model.config import cost
 from bloomery.train.config import AdamW8bit, Level
+from bloomery.train.plan.gpu_time import rates, step_time
 from bloomery.train.plan.memory import (
     BASE_WHOLE,
     FROZEN_BYTES,
+    MEASURED_SHARE,
     ROUNDED_WHOLE,
     SCALES_WHOLE,
     USUAL_TOKENS,
@@ -78,19 +79,22 @@ def pace(what: Workload, way: TrainSetup, target: Machine, rows_per_step: int) -
     tokens = way.rows * what.model.context_length
     micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
     compute = products_per_token(what, way) * tokens / peak
-    moved, updated = _traffic(what, way, tokens)
-    waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
-    seconds = micro_batches * (compute / target.share + waiting[0]) + waiting[1]
+    if target.processor:
+        moved, updated = _traffic(what, way, tokens)
+        waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
+        seconds = micro_batches * (compute / MEASURED_SHARE + waiting[0]) + waiting[1]
+    else:
+        seconds = step_time(what, way, rates(target, way.precision), rows_per_step).seconds
     done = rows_per_step * what.model.context_length
     busy = min(way.devices, -(-rows_per_step // way.rows))
     return Throughput(tokens_per_second=done / seconds, ceiling=busy * tokens / compute)
 
 
 def _traffic(what: Workload, way: TrainSetup, tokens: int) -> tuple[float, float]:
-    """Bytes of a micro-batch, and of an update."""
+    """Bytes of a micro-batch on a CPU, and of an update."""
     b, num_shards = way.bytes_per_number, way.devices if way.sharded else 1
-    scores = SCORE_PASSES * tokens * what.vocab_size * (b + (0 if what.processor else 4)) / 2
-    each = activation_bytes_per_token(what.model, "none", b, written_out=what.processor)
+    scores = SCORE_PASSES * tokens * what.vocab_size * b / 2
+    each = activation_bytes_per_token(what.model, "none", b)
     activations = (ACTIVATION_PASSES + (way.activation_checkpointing != "none")) * tokens * each
     if way.method == "full":
         return (
