@@ -155,7 +155,7 @@ def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Pac
 
 
 def _packed_int4(codes: Tensor, scales: Tensor, rows: int, bias: Tensor | None) -> Packed:
-    """Codes (R, G, 16) and scales (R, G, 2) in panels of 8 codes and of scales, filled up with zeros to whole blocks."""
+    """Codes (R, G, 16) and scales (R, G, 2) in panels of 8 codes and of scales, with zeros up to whole blocks."""
     whole = (0, 0, 0, codes.shape[1] % 2, 0, -rows % PANEL)
     codes, scales = F.pad(codes, whole), F.pad(scales, whole)
     panels = [
