@@ -48,7 +48,7 @@ CACHE_FORMATS = (torch.float32, torch.bfloat16, torch.int8)
 """Of keys and values, in the order of their numbers in decode.cpp. int8 has a scale for each token and head."""
 PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
-LARGE = 2**22
+LARGE = 2**21
 """Bytes of weights from which several threads are faster than one."""
 
 
@@ -408,6 +408,9 @@ class Decoder:
         self, model: Transformer, format: PanelFormat | Literal["auto"], cache: torch.dtype | None = None
     ) -> None:
         config = self.config = model.config
+        library = native.library(LIBRARY)
+        assert library is not None, "Decoder.of gives none without the library"
+        self._library = library
         self._kept: list[Any] = []
         """Tensors and structures whose addresses the library has."""
         self.embed = model.embed.weight.detach()
@@ -528,22 +531,24 @@ class Decoder:
         earlier positions of that sequence are in the pages, or are among the tokens of this step.
         """
         config, N = self.config, len(ids)
-        x = self.embed[torch.tensor(ids)].float()
+        rows = self.embed[ids[0]][None] if N == 1 else self.embed[torch.tensor(ids)]
+        x = rows.to(torch.float32, copy=True)  # which the step overwrites
         if self.positions is not None:
             x = x + self.positions[torch.tensor(position)]
         if config.scale_embeddings:
             x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype).float()
         threads = torch.get_num_threads() if self.num_bytes >= LARGE or N > 1 else 1
-        numbers = [torch.tensor(one, dtype=torch.int64) for one in (sequence, position, outputs)]
+        numbers = [(ctypes.c_int64 * len(one))(*one) for one in (sequence, position, outputs)]
         longest = max(position) + 1
-        library = native.library(LIBRARY)
-        assert library is not None, "Decoder.of gives none without the library"
+        library = self._library
         sizes = (ctypes.c_int64(one) for one in (N, threads, longest))
         room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
         padded = -(-self.vocab_size // PANEL) * PANEL
         logits = torch.empty(len(outputs), padded)
-        addresses = (*numbers, pages, memory.keys, memory.values, memory.scales, x.contiguous(), logits, room)
-        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *map(_at, addresses))
+        x = x.contiguous()
+        tensors = (pages, memory.keys, memory.values, memory.scales, x, logits, room)
+        addresses = (*map(ctypes.addressof, numbers), *map(_at, tensors))
+        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *addresses)
         library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
         return logits[:, : self.vocab_size]
 
