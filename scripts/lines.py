@@ -19,9 +19,9 @@ BUDGET = {
     "model": 3_790,
     "weights": 5_940,
     "train": 9_640,
-    "generate": 1_720,
-    "evaluation": 4_590,
-    "serve": 3_500,
+    "generate": 1_730,
+    "evaluation": 4_760,
+    "serve": 3_565,
     "stages": 6_160,
 }
 

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from bloomery.core.errors import RunError
 from bloomery.core.log import info
-from bloomery.serve.chat_model import ModelRegistry
+from bloomery.serve.models import ModelRegistry
 from bloomery.serve.server import serving
 
 QUESTIONS = ("What is iron used for?", "And what is steel?")

@@ -40,8 +40,8 @@ commands, runs = json.loads(sys.argv[1]), Path(sys.argv[2])
 for command in commands:
     print(">", *command, flush=True)
     assert cli.main(command) == 0
-from bloomery.serve import chat_model, server
-assert server.app(chat_model.ModelRegistry(runs), ["127.0.0.1"]).routes
+from bloomery.serve import models, server
+assert server.app(models.ModelRegistry(runs), ["127.0.0.1"]).routes
 """
 IMPORTS = """
 import importlib, json, sys

@@ -56,7 +56,7 @@ class Model:
     """A model that is loaded. `load` makes it."""
 
     def __init__(self, name: str, loaded: "Loaded") -> None:
-        from bloomery.serve.chat_model import answerer_of
+        from bloomery.serve.models import answerer_of
 
         self.name = name
         self._loaded, self._answerer = loaded, answerer_of(name, loaded)

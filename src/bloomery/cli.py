@@ -285,6 +285,13 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help=f"another model to serve: {MODEL}")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     _dtype_argument(verb)
+    kept = _group(verb, "speed and memory", "serve --dtype int8 --kv-dtype int8 --unload-after 600")
+    formats = "number format of keys and values on the CPU (default: as the weights, at most 16 bits next to fewer)"
+    kept.add_argument("--kv-dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help=formats)
+    guessed = "tokens to guess at once, for answers that repeat their prompt (default: 0)"
+    kept.add_argument("--draft-tokens", type=_whole(0, 32), default=0, help=guessed)
+    idle = "seconds without a request after which a model leaves memory (default: 0, never)"
+    kept.add_argument("--unload-after", type=_whole(0, 10**6), default=0, metavar="SECONDS", help=idle)
     address = _group(verb, "who reaches it", "serve --host 0.0.0.0 --port 8080 --token SECRET")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     address.add_argument("--port", type=_whole(0, 65_535), default=8000, help="port to listen on (default: 8000)")
@@ -638,7 +645,7 @@ def data(options: argparse.Namespace) -> int:
 def chat(options: argparse.Namespace) -> int:
     from bloomery.core.log import info, print_pieces
     from bloomery.hw import device
-    from bloomery.serve.chat_model import answerer_of
+    from bloomery.serve.models import answerer_of
     from bloomery.weights import hf
     from bloomery.weights.locate import locate_model
 
@@ -677,7 +684,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    from bloomery.serve.chat_model import ModelRegistry
+    from bloomery.serve.models import LoadSettings, ModelRegistry
     from bloomery.serve.server import serve as serve_models
     from bloomery.weights.locate import locate_model
 
@@ -686,7 +693,8 @@ def serve(options: argparse.Namespace) -> int:
         raise RunError("does not exist", where=str(options.runs), hint=hint)
     named = {str(model): locate_model(model) for model in options.models}
     token = (os.environ.get("BLOOMERY_TOKEN") or None) if options.token is None else options.token
-    serve_models(ModelRegistry(options.runs, named, options.dtype), options.host, options.port, token)
+    settings = LoadSettings(options.dtype, options.kv_dtype, options.draft_tokens, options.unload_after)
+    serve_models(ModelRegistry(options.runs, named, settings), options.host, options.port, token)
     return 0
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from bloomery.serve.chat_model import ModelRegistry
+from bloomery.serve.models import ModelRegistry
 from bloomery.serve.server import app, serving
 from tests.fuzz.mutation import bytes_like, json_like
 from tests.fuzz.outcome import RefusedError, Target, WrongError

@@ -25,6 +25,8 @@ class ByteScheduler:
         self.asked: Request | None = None
         self.said = 0
 
+    is_busy = False
+
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         self.asked = request
         ticket = Ticket(request, notify)

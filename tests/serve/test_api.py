@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from bloomery.serve import constrained
-from bloomery.serve.chat_model import ModelInfo, TextAnswerer, answerer_of
+from bloomery.serve.chat_model import ModelInfo, TextAnswerer
 from bloomery.serve.constrained import ToolFormat, ToolText
+from bloomery.serve.models import answerer_of
 from bloomery.serve.server import serving
 from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.weights import hf

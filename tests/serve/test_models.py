@@ -2,6 +2,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.generate.engine import Engine
-from bloomery.serve import chat_model
-from bloomery.serve.chat_model import Answerer, ModelRegistry, Models, TextAnswerer, answerer_of
+from bloomery.model.config import ModelConfig
+from bloomery.model.quantize import kept_bytes
+from bloomery.serve import models
+from bloomery.serve.chat_model import Answerer, Models, TextAnswerer
+from bloomery.serve.models import WEIGHT_BYTES, LoadSettings, ModelRegistry, answerer_of, weight_bytes
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
+from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
+from tests.model.made import lively
 from tests.tokenizer.made import small
 from tests.train.made import processor
 from tests.weights.made import FOLDERS, model, run
@@ -108,13 +114,13 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
     shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
-    whole = chat_model.answerer
+    whole = models.answerer
 
-    def counted(name: str, folder: Path, dtype: hf.LoadFormat) -> Any:
+    def counted(name: str, folder: Path, settings: LoadSettings) -> Any:
         loads.append(name)
-        return whole(name, folder, dtype)
+        return whole(name, folder, settings)
 
-    monkeypatch.setattr(chat_model, "answerer", counted)
+    monkeypatch.setattr(models, "answerer", counted)
     got: list[Answerer] = []
     threads = [threading.Thread(target=lambda: got.append(shelf.get("b"))) for _ in range(4)]
     for thread in threads:
@@ -152,13 +158,13 @@ def test_the_list_of_models_tells_what_is_known_of_each(shelf: ModelRegistry) ->
 
 def test_a_model_is_loading_until_the_first_is_there(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    whole = chat_model.answerer
+    whole = models.answerer
 
-    def watched(name: str, folder: Path, dtype: hf.LoadFormat) -> Any:
+    def watched(name: str, folder: Path, settings: LoadSettings) -> Any:
         seen.append(shelf.is_loading)
-        return whole(name, folder, dtype)
+        return whole(name, folder, settings)
 
-    monkeypatch.setattr(chat_model, "answerer", watched)
+    monkeypatch.setattr(models, "answerer", watched)
     for name in ("b", "b/pretrain"):
         assert not shelf.is_loading
         shelf.get(name)
@@ -171,6 +177,46 @@ def test_a_model_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
     answerer = None  # noqa: F841
     gc.collect()
     assert len([thread for thread in threads if thread.is_alive()]) < len(threads)
+
+
+def test_the_estimated_memory_of_weights_is_that_of_the_loaded_model(tmp_path: Path) -> None:
+    shape = ModelConfig(
+        hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512, context_length=40
+    )
+    renderer = Renderer(small())
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    hf.save(folder := tmp_path / "model", lively(shape, 0, small().vocab_size), renderer, lineage)
+    sizes = {}
+    for dtype in WEIGHT_BYTES:
+        kept = kept_bytes(hf.load(folder, dtype=dtype).model)
+        sizes[dtype] = weight_bytes(folder, dtype)
+        assert sizes[dtype] == pytest.approx(kept, rel=0.03), dtype
+    assert sizes["float32"] > sizes["bfloat16"] > sizes["int8"] > sizes["int4"] > sizes["nf4"]
+
+
+def test_a_model_larger_than_the_free_memory_is_refused(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: 1000)
+    with pytest.raises(RunError, match=r"(?s)its weights take .*, and 1.0 kB of memory are free.*--dtype int8"):
+        shelf.get("b")
+    monkeypatch.undo()
+    assert shelf.get("b") is shelf.get("b")
+
+
+def test_an_idle_model_leaves_memory_and_one_that_computes_stays(
+    shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = ModelRegistry(shelf.runs, settings=LoadSettings(unload_after=3600))
+    busy, idle = lent.get("b"), lent.get("b/pretrain")
+    monkeypatch.setattr(TextAnswerer, "is_busy", property(lambda self: self is busy))
+    lent._unload_idle("b/pretrain")
+    assert lent.get("b/pretrain") is idle
+    lent._asked = {"b": 0.0, "b/pretrain": 0.0}
+    monkeypatch.setattr(time, "monotonic", lambda: 4000.0)
+    lent._unload_idle("b")
+    lent._unload_idle("b/pretrain")
+    monkeypatch.undo()
+    assert lent.get("b") is busy
+    assert lent.get("b/pretrain") is not idle
 
 
 def test_an_unknown_model_is_an_error_that_names_the_known_ones(shelf: ModelRegistry) -> None:

@@ -3,7 +3,8 @@ A model's weights, packed for decoding on the CPU, and steps over them by the co
 
 A step computes the next tokens of several sequences at once: one token of each, or a part of a prompt. The logits of a
 sequence do not depend on the other sequences, on the number of threads, or on how its prompt was split: their bits are
-the same. Weights are multiplied in float32 from the format that they are packed in:
+the same. Weights in int8 and int4 are multiplied as integers by activations that are rounded to 16 bits, with a scale
+for each 64 numbers; others are multiplied in float32. They are packed in one of these formats:
 
     float32, bfloat16
     int8     a scale for each row
@@ -42,9 +43,11 @@ LIBRARY = "decode"
 PanelFormat = Literal["float32", "bfloat16", "int8", "int4", "nf4"]
 FORMATS = ("float32", "bfloat16", "int8", "int4", "nf4")
 """In the order of their numbers in decode.cpp."""
+CACHE_FORMATS = (torch.float32, torch.bfloat16, torch.int8)
+"""Of keys and values, in the order of their numbers in decode.cpp. int8 has a scale for each token and head."""
 PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
-LARGE = 2**22
+LARGE = 2**21
 """Bytes of weights from which several threads are faster than one."""
 
 
@@ -88,7 +91,7 @@ class _NativeModel(ctypes.Structure):
 class _NativeStep(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")] + [
         (name, ctypes.c_void_p)
-        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "x", "logits", "room")
+        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "scales", "x", "logits", "room")
     ]
 
 
@@ -117,13 +120,20 @@ def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    """Numbers or codes of (R, D) in panels: (P, I, 16), filled up with zeros."""
+def _transposed(weight: Tensor, block: int = BLOCK) -> Tensor:
+    """Numbers or codes of (R, D) in panels: (P, I, 16), filled up with zeros to whole blocks."""
     rows, width = weight.shape
-    weight, padded = weight.contiguous(), width + -width % BLOCK
+    weight, padded = weight.contiguous(), width + -width % block
     panels = torch.empty(-(-rows // PANEL), padded, PANEL, dtype=weight.dtype)
     call(LIBRARY, "panels", weight, panels, weight.element_size(), rows, width, padded)
     return panels
+
+
+def _packed_int8(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Packed:
+    """Codes (R, D) and scales of rows in panels of pairs: (P, I/2, 16, 2)."""
+    pairs = _transposed(F.pad(codes, (0, codes.shape[1] % 2)).view(torch.int16), BLOCK // 2)
+    filled = F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
+    return Packed("int8", len(codes), 2 * pairs.shape[1], pairs, filled, _float(bias))
 
 
 def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Packed:
@@ -136,24 +146,20 @@ def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Pac
         case "int8":
             scales = weight.abs().amax(1).float() / 127
             codes = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
-            return Packed(format, rows, whole, _transposed(codes), _filled(scales), _float(bias))
+            return _packed_int8(codes, scales, bias)
         case "int4":
             return _packed_int4(*int4_groups(weight), rows, bias)
         case "nf4":
             raise ConfigError("a dense matrix is not packed in NF4", hint="Load the model with --dtype nf4.")
 
 
-def _filled(scales: Tensor) -> Tensor:
-    """Scales of rows, with those of the rows that fill up the last panel."""
-    return F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
-
-
 def _packed_int4(codes: Tensor, scales: Tensor, rows: int, bias: Tensor | None) -> Packed:
-    """Codes (R, G, 16) and scales (R, G, 2) in panels, filled up with zeros to whole panels and blocks."""
+    """Codes (R, G, 16) and scales (R, G, 2) in panels of 8 codes and of scales, with zeros up to whole blocks."""
     whole = (0, 0, 0, codes.shape[1] % 2, 0, -rows % PANEL)
     codes, scales = F.pad(codes, whole), F.pad(scales, whole)
     panels = [
-        numbers.view(-1, PANEL, *numbers.shape[1:]).permute(0, 2, 3, 1).contiguous() for numbers in (codes, scales)
+        numbers.view(-1, PANEL, *numbers.shape[1:]).permute(0, 2, 3, 1).contiguous()
+        for numbers in (codes.view(torch.int32), scales)
     ]
     return Packed("int4", rows, codes.shape[1] * GROUP, panels[0], panels[1], _float(bias))
 
@@ -169,8 +175,7 @@ def packed(linear: nn.Module | Tensor, format: PanelFormat | Literal["auto"]) ->
     assert isinstance(linear, nn.Linear | QuantizedLinear)
     bias = linear.bias
     if isinstance(linear, Int8) and format in ("auto", "int8"):
-        codes = _transposed(linear.weight)
-        return Packed("int8", linear.num_rows, codes.shape[1], codes, _filled(linear.scales), _float(bias))
+        return _packed_int8(linear.weight, linear.scales, bias)
     if isinstance(linear, Int4) and format in ("auto", "int4"):
         return _packed_int4(linear.weight, linear.scales, linear.num_rows, bias)
     if isinstance(linear, NF4) and format in ("auto", "nf4"):
@@ -203,12 +208,19 @@ def _stacked(parts: Sequence[Packed]) -> Packed:
 
 
 class Pages:
-    """Memory for keys and values: `count` pages of PAGE tokens, in float32 or bfloat16."""
+    """Memory for keys and values: `count` pages of PAGE tokens, in one of CACHE_FORMATS."""
 
     def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
         shape = (count, config.num_layers, config.num_kv_heads)
         self.keys = torch.empty(*shape, config.head_size, PAGE, dtype=dtype)
         self.values = torch.empty(*shape, PAGE, config.head_size, dtype=dtype)
+        self.scales = torch.empty(*shape, 2, PAGE) if dtype == torch.int8 else None
+
+    def copy(self, source: int, target: int) -> None:
+        """The keys and values of one page into another."""
+        for numbers in (self.keys, self.values, self.scales):
+            if numbers is not None:
+                numbers[target] = numbers[source]
 
     @staticmethod
     def needed(tokens: int) -> int:
@@ -265,7 +277,8 @@ class PagePool:
 
     @staticmethod
     def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-        return 2 * config.num_layers * config.num_kv_heads * config.head_size * PAGE * dtype.itemsize
+        each = config.head_size * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+        return 2 * config.num_layers * config.num_kv_heads * each * PAGE
 
     @property
     def available(self) -> int:
@@ -309,8 +322,7 @@ class PagePool:
             return
         self._use(best)  # so that its page is not the one that is taken
         if self.grow(text, text.length + length):
-            for numbers in (self.memory.keys, self.memory.values):
-                numbers[text.own[0]] = numbers[best.page]
+            self.memory.copy(best.page, text.own[0])
             text.length += length
         self._leave(best)
 
@@ -395,6 +407,9 @@ class Decoder:
         self, model: Transformer, format: PanelFormat | Literal["auto"], cache: torch.dtype | None = None
     ) -> None:
         config = self.config = model.config
+        library = native.library(LIBRARY)
+        assert library is not None, "Decoder.of gives none without the library"
+        self._library = library
         self._kept: list[Any] = []
         """Tensors and structures whose addresses the library has."""
         self.embed = model.embed.weight.detach()
@@ -419,7 +434,7 @@ class Decoder:
             inner=config.intermediate_size,
             norm_over_width=config.qk_norm_over == "width",
             parallel=config.parallel_residual,
-            cache_format=self.dtype == torch.bfloat16,
+            cache_format=CACHE_FORMATS.index(self.dtype),
             eps=config.norm_eps,
             scale=(config.query_pre_attn_scalar or config.head_size) ** -0.5,
             slopes=self._address(torch.tensor(alibi_slopes(config.num_heads)))
@@ -440,7 +455,7 @@ class Decoder:
     ) -> "Decoder | None":
         """
         The model, packed; None where the library is not built or does not know the model's layers. `cache` is the
-        number format of keys and values: float32 or bfloat16; by default float32 next to weights in float32.
+        number format of keys and values, one of CACHE_FORMATS; by default float32 next to weights in float32.
         """
         return cls(model, format, cache) if _library() is not None and is_known(model) else None
 
@@ -515,22 +530,24 @@ class Decoder:
         earlier positions of that sequence are in the pages, or are among the tokens of this step.
         """
         config, N = self.config, len(ids)
-        x = self.embed[torch.tensor(ids)].float()
+        rows = self.embed[ids[0]][None] if N == 1 else self.embed[torch.tensor(ids)]
+        x = rows.to(torch.float32, copy=True)  # which the step overwrites
         if self.positions is not None:
             x = x + self.positions[torch.tensor(position)]
         if config.scale_embeddings:
             x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype).float()
         threads = torch.get_num_threads() if self.num_bytes >= LARGE or N > 1 else 1
-        numbers = [torch.tensor(one, dtype=torch.int64) for one in (sequence, position, outputs)]
+        numbers = [(ctypes.c_int64 * len(one))(*one) for one in (sequence, position, outputs)]
         longest = max(position) + 1
-        library = native.library(LIBRARY)
-        assert library is not None, "Decoder.of gives none without the library"
+        library = self._library
         sizes = (ctypes.c_int64(one) for one in (N, threads, longest))
         room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
         padded = -(-self.vocab_size // PANEL) * PANEL
         logits = torch.empty(len(outputs), padded)
-        addresses = (*numbers, pages, memory.keys, memory.values, x.contiguous(), logits, room)
-        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *map(_at, addresses))
+        x = x.contiguous()
+        tensors = (pages, memory.keys, memory.values, memory.scales, x, logits, room)
+        addresses = (*map(ctypes.addressof, numbers), *map(_at, tensors))
+        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *addresses)
         library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
         return logits[:, : self.vocab_size]
 

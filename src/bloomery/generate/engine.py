@@ -104,12 +104,17 @@ class Engine:
         copies the weights in the order of the compiled library, where there is memory for it: decoding on the CPU is
         then several times as fast. The weights must not change afterwards. With packed weights, `stream` guesses up to
         `draft_tokens` at once (see Drafter): the same tokens come, sooner where an answer repeats parts of the text.
-        Keys and values are then in `cache_dtype`: torch.float32 or torch.bfloat16. By default they are in float32 next
-        to weights in float32, and else in bfloat16.
+        Keys and values are then in `cache_dtype`: torch.float32, torch.bfloat16 or torch.int8. By default they are in
+        float32 next to weights in float32, and else in bfloat16. Raises ConfigError for a `cache_dtype` without packed
+        weights.
         """
         self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context_length
         self.decoder = Decoder.of(model, cache=cache_dtype) if pack and _fits(model) else None
+        if cache_dtype is not None and self.decoder is None:
+            what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
+            hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
+            raise ConfigError(what, where="kv_dtype", hint=hint)
         self.draft_tokens = draft_tokens
         self.drafter()  # which checks the number
 

@@ -112,7 +112,7 @@ class TokenSampler:
                 self._counts = torch.bincount(window[window < len(logits)], minlength=len(logits)).to(logits.dtype)
             logits = self._penalized(logits, self._counts)
         if allowed is not None:
-            logits[~allowed] = -torch.inf
+            logits.masked_fill_(~allowed, -torch.inf)
             if not bool(allowed.any()):
                 raise DataError("no token may follow the answer so far", hint="Loosen the grammar or schema.")
         if banned := self._banned(len(logits)):

@@ -341,7 +341,7 @@ class Scheduler:
         page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
         if memory_bytes is None:
             most = max_running * Pages.needed(engine.context) * page_bytes
-            memory_bytes = min(most, _free_bytes(like.device) // 4)
+            memory_bytes = min(most, free_device_bytes(like.device) // 4)
         if memory_bytes < page_bytes:
             what = f"{size(memory_bytes)} of memory hold no keys and values of 32 tokens, which take {size(page_bytes)}"
             raise ConfigError(what, where="memory_bytes", hint=f"Give at least {size(page_bytes)}.")
@@ -362,6 +362,11 @@ class Scheduler:
     def computed_tokens(self) -> int:
         """That went through the model so far: of prompts and of answers."""
         return self._steps.computed_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are computed or wait."""
+        return bool(self._waiting or self._running)
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         """
@@ -522,6 +527,6 @@ def _token(id: int, logits: Float[Tensor, " V"], top: int | None) -> Token:
     return Token(id, float(chances[id]), pairs)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
     """Memory that is free where a model is: of the GPU, or of this machine."""
     return free_bytes(Host.here()) if device.type == "cpu" else find().free_bytes()

@@ -2,8 +2,9 @@
 // int4 or NF4 (generate/decoder.py packs them). The numbers of a token depend on its own sequence alone: not on the
 // tokens that are computed with it, on threads, or on how a prompt was cut.
 //
-// Weights are decoded in registers and multiplied in float32. Matrices lie in panels of 16 rows: for each k, the 16
-// numbers of its rows are together. Each output is one sum in the order of k, whatever else is computed beside it.
+// Matrices lie in panels of 16 rows: for each k, the 16 numbers of its rows are together. Weights in int8 and int4 are
+// multiplied as integers by activations that are rounded to 16 bits; others are decoded in registers and multiplied in
+// float32. Each output is one sum in the order of k, whatever else is computed beside it.
 //
 // Keys and values lie in pages of PAGE tokens. A page has them for all layers and heads: keys [width, PAGE], values
 // [PAGE, width].
@@ -38,6 +39,9 @@ INLINE float load(const Float16 *at) {
     value *= 5192296858534827628530496329220096.0f;  // 2**112
     return at->bits & 0x8000 ? -value : value;
 }
+
+INLINE float load(const int8_t *at) { return *at; }
+INLINE void store(int8_t *at, float value) { *at = int8_t(int32_t(value + 12582912.0f) - 12582912); }  // to the nearest
 
 // The numbers of NF4, of model/quantize.py.
 alignas(64) constexpr float NF4[16] = {-1.0f, -0.696192801f, -0.525072932f, -0.394917428f,
@@ -88,6 +92,7 @@ struct Step {
     const int64_t *sequence, *position, *wanted;
     const int32_t *pages;
     void *keys, *values;
+    float *scales;  // of keys and values in int8: [page, layer, head, 2, PAGE]
     float *x, *logits;
     float *room;
 };
@@ -95,7 +100,77 @@ struct Step {
 
 namespace {
 
-// --- products, by the vectors of this processor ----------------------------------------------------------------------
+// --- activations in 16 bits ------------------------------------------------------------------------------------------
+
+// Behind the numbers of a vector lie: these in 16 bits, in the order in which they are multiplied; what one stands for,
+// of each block; and sums of groups.
+INLINE const int32_t *rounded_pairs(const float *x, int64_t width) { return (const int32_t *)(x + width); }
+INLINE const float *rounded_scales(const float *x, int64_t width) { return x + width + width / 2; }
+
+// The largest number without its sign; NaN where there is any.
+INLINE float largest(const float *numbers, int64_t count) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits;
+        std::memcpy(&bits, numbers + i, 4);
+        most = std::max(most, bits & 0x7FFFFFFF);  // integers in the order of their floats, NaN above all
+    }
+    float value;
+    std::memcpy(&value, &most, 4);
+    return value;
+}
+
+FOR_EVERY_CPU void rounded(float *x, int64_t width, bool in_groups) {
+    int16_t *const codes = (int16_t *)(x + width);
+    float *const scales = x + width + width / 2, *const sums = scales + width / BLOCK;
+    for (int64_t block = 0; block < width / BLOCK; block++) {
+        const float *const from = x + block * BLOCK;
+        int32_t code[BLOCK];
+        const float most = largest(from, BLOCK), inverse = most < 1e-30f ? 0.0f : 32767 / most;
+        const float scale = scales[block] = most / 32767;
+        for (int64_t k = 0; k < BLOCK; k++) {
+            const float shifted = from[k] * inverse + 12582912.0f;  // its lowest bits are those of the nearest integer
+            std::memcpy(code + k, &shifted, 4);
+            code[k] -= 0x4B400000;
+        }
+        if (!in_groups) {
+            for (int64_t k = 0; k < BLOCK; k++) codes[block * BLOCK + k] = int16_t(code[k]);
+            continue;
+        }
+        for (int64_t group = 0; group < BLOCK / GROUP; group++) {  // bytes of int4 have k and k + 16
+            int16_t *const into = codes + block * BLOCK + group * GROUP;
+            const int32_t *const of = code + group * GROUP;
+            int32_t sum = 0;
+            for (int64_t k = 0; k < GROUP; k++) sum += of[k];
+            sums[block * 2 + group] = float(sum) * scale;
+            for (int64_t word = 0; word < 4; word++)
+                for (int64_t j = 0; j < 4; j++)
+                    for (int64_t half = 0; half < 2; half++)
+                        into[word * 8 + j * 2 + half] = int16_t(of[word * 4 + half * 2 + j / 2 + j % 2 * 16]);
+        }
+    }
+}
+
+struct Pages {
+    const int32_t *of_sequence;
+    int64_t layers, layer, kv_heads, head, size;
+
+    INLINE_MEMBER int64_t at(int64_t token, int64_t kv_head) const {
+        return ((int64_t(of_sequence[token / PAGE]) * layers + layer) * kv_heads + kv_head) * size;
+    }
+    INLINE_MEMBER int64_t scales_at(int64_t token, int64_t kv_head) const { return at(token, kv_head) / size * 2 * PAGE; }
+};
+
+// Sums of 16 lanes, which are then added in a fixed order.
+INLINE float lanes_sum(const float *lanes) {
+    float sum = 0;
+    for (int i = 0; i < 16; i++) sum += lanes[i];
+    return sum;
+}
+
+template <class C> constexpr bool is_coded = sizeof(C) == 1;
+
+// --- products and attention, by the vectors of this processor ---------------------------------------------------------
 
 namespace plain {
 #define LANES 4
@@ -122,36 +197,25 @@ namespace v4 {
 #pragma GCC pop_options
 #endif
 
-using Panels = void (*)(const Matrix &, int64_t, int64_t, int64_t, const float *, int64_t, float *, int64_t);
+struct Kernels {
+    int64_t lanes;
+    decltype(plain::panels) *panels;
+    decltype(plain::attend) *attend;
+};
 
 // Of at most so many lanes.
-Panels panels_here(int64_t lanes) {
+Kernels kernels_here(int64_t lanes) {
 #ifdef VECTORS
     __builtin_cpu_init();
-    if (lanes >= 16 && __builtin_cpu_supports("x86-64-v4")) return v4::panels;
-    if (lanes >= 8 && __builtin_cpu_supports("x86-64-v3")) return v3::panels;
+    if (lanes >= 16 && __builtin_cpu_supports("x86-64-v4")) return {16, v4::panels, v4::attend};
+    if (lanes >= 8 && __builtin_cpu_supports("x86-64-v3")) return {8, v3::panels, v3::attend};
 #endif
-    return plain::panels;
+    return {4, plain::panels, plain::attend};
 }
 
-Panels panels = panels_here(16);
+Kernels kernels = kernels_here(16);
 
-// --- norms, activations, attention -----------------------------------------------------------------------------------
-
-// Sums of 16 lanes, which are then added in a fixed order.
-INLINE float lanes_sum(const float *lanes) {
-    float sum = 0;
-    for (int i = 0; i < 16; i++) sum += lanes[i];
-    return sum;
-}
-
-void sum_groups(float *x, int64_t width) {
-    for (int64_t group = 0; group < width / GROUP; group++) {
-        float sum = 0;
-        for (int64_t k = 0; k < GROUP; k++) sum += x[group * GROUP + k];
-        x[width + group] = sum;
-    }
-}
+// --- norms, activations, keys and values -----------------------------------------------------------------------------------
 
 FOR_EVERY_CPU void normed(const Norm &norm, float eps, const float *x, float *y, int64_t width) {
     float lanes[16] = {}, mean = 0;
@@ -202,14 +266,12 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int64_t 
     }
 }
 
-struct Pages {
-    const int32_t *of_sequence;
-    int64_t layers, layer, kv_heads, head, size;
-
-    INLINE_MEMBER int64_t at(int64_t token, int64_t kv_head) const {
-        return ((int64_t(of_sequence[token / PAGE]) * layers + layer) * kv_heads + kv_head) * size;
-    }
-};
+// What numbers are multiplied by to be codes of int8, and what a code stands for.
+INLINE float coded_by(const float *numbers, int64_t count, float *scale) {
+    const float most = largest(numbers, count);
+    *scale = most / 127;
+    return most < 1e-30f ? 0.0f : 127 / most;
+}
 
 // Queries, keys and values of a token: norms, rotation, and into the cache.
 template <class C>
@@ -232,64 +294,25 @@ INLINE void placed(const Model &m, const Layer &layer, const Step &s, const Page
     }
     for (int64_t h = 0; h < m.kv_heads; h++) {
         C *const keys = (C *)s.keys + pages.at(position, h), *const values = (C *)s.values + pages.at(position, h);
+        const float *const key = k + h * m.head, *const value = v + h * m.head;
+        float by_key = 1, by_value = 1;
+        if (is_coded<C>) {
+            float *const scales = s.scales + pages.scales_at(position, h);
+            by_key = coded_by(key, m.head, scales + slot), by_value = coded_by(value, m.head, scales + PAGE + slot);
+        }
         for (int64_t e = 0; e < m.head; e++) {
-            store(keys + e * PAGE + slot, k[h * m.head + e]);
-            store(values + slot * m.head + e, v[h * m.head + e]);
+            store(keys + e * PAGE + slot, key[e] * by_key);
+            store(values + slot * m.head + e, value[e] * by_value);
         }
-    }
-}
-
-// What the query heads of one key head find for a token.
-template <class C>
-INLINE void attend(const Model &m, const Layer &layer, const Step &s, const Pages &pages, int64_t token, int64_t kv_head,
-                   const float *q, float *y, float *scores) {
-    const int64_t position = s.position[token], group = m.heads / m.kv_heads, E = m.head;
-    const int64_t begin = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
-    const int64_t page = begin / PAGE * PAGE, padded = (position / PAGE + 1) * PAGE - page;
-    for (int64_t g = 0; g < group; g++) {
-        const int64_t h = kv_head * group + g;
-        const float *const query = q + h * E;
-        float most = -INFINITY;
-        for (int64_t first = page; first <= position; first += PAGE) {
-            const C *const keys = (const C *)s.keys + pages.at(first, kv_head);
-            float sums[PAGE] = {};
-            for (int64_t e = 0; e < E; e++)
-                for (int64_t i = 0; i < PAGE; i++) sums[i] += query[e] * load(keys + e * PAGE + i);
-            for (int64_t i = 0; i < PAGE; i++) {
-                const int64_t other = first + i;
-                float score = sums[i] * m.scale;
-                if (m.slopes) score -= m.slopes[h] * float(position - other);
-                score = other < begin || other > position ? -INFINITY : score;
-                scores[first - page + i] = score;
-                most = std::max(most, score);
-            }
-        }
-        float total = 0, lanes[16] = {};
-        for (int64_t i = 0; i < padded; i += 16)
-            for (int64_t j = 0; j < 16; j++) {
-                const float score = scores[i + j], weight = score == -INFINITY ? 0.0f : exponential(score - most);
-                scores[i + j] = weight;
-                lanes[j] += weight;
-            }
-        total = lanes_sum(lanes);
-        float *const into = y + h * E;
-        std::memset(into, 0, E * sizeof(float));
-        for (int64_t other = begin; other <= position; other++) {
-            const C *const value = (const C *)s.values + pages.at(other, kv_head) + other % PAGE * E;
-            const float weight = scores[other - page];
-            for (int64_t e = 0; e < E; e++) into[e] += weight * load(value + e);
-        }
-        for (int64_t e = 0; e < E; e++) into[e] /= total;
     }
 }
 
 FOR_EVERY_CPU void place_token(const Model &m, const Layer &l, const Step &s, const Pages &p, int64_t token, float *qkv) {
-    m.cache_format ? placed<Bfloat16>(m, l, s, p, token, qkv) : placed<float>(m, l, s, p, token, qkv);
-}
-FOR_EVERY_CPU void attend_token(const Model &m, const Layer &l, const Step &s, const Pages &p, int64_t token, int64_t head,
-                                const float *q, float *y, float *scores) {
-    m.cache_format ? attend<Bfloat16>(m, l, s, p, token, head, q, y, scores)
-                   : attend<float>(m, l, s, p, token, head, q, y, scores);
+    switch (m.cache_format) {
+        case IN_FLOAT32: return placed<float>(m, l, s, p, token, qkv);
+        case IN_BFLOAT16: return placed<Bfloat16>(m, l, s, p, token, qkv);
+        default: return placed<int8_t>(m, l, s, p, token, qkv);
+    }
 }
 
 // --- a step ----------------------------------------------------------------------------------------------------------
@@ -322,7 +345,7 @@ struct Sizes {
           heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(padded(longest, PAGE)) {
         for (int64_t l = 0; l < m.layers; l++) up = std::max(up, padded(m.layer[l].up.rows, PANEL));
     }
-    static int64_t vector(int64_t width) { return padded(width, BLOCK) + padded(padded(width, BLOCK) / GROUP, PANEL); }
+    static int64_t vector(int64_t width) { return 2 * padded(width, BLOCK); }  // with what rounded() puts behind it
     int64_t each() const { return 3 * x + qkv + heads + up + inner; }
 };
 
@@ -330,15 +353,16 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
     const int64_t N = s.tokens;
     float *const read_from = s.room, *const added = read_from + N * size.x, *const entry = added + N * size.x;
     float *const qkv = entry + N * size.x, *const found = qkv + N * size.qkv, *const up = found + N * size.heads;
-    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * size.scores;
+    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * 2 * size.scores;
     const auto share = [&](int64_t count, const auto &each) {
         for (int64_t i = count * thread / meeting.threads; i < count * (thread + 1) / meeting.threads; i++) each(i);
         meeting.wait();
     };
     const auto times = [&](const Matrix &matrix, int64_t tokens, float *x, int64_t x_stride, float *y, int64_t y_stride) {
-        if (matrix.format == IN_INT4) share(tokens, [&](int64_t t) { sum_groups(x + t * x_stride, matrix.width); });
+        if (matrix.format == IN_INT8 || matrix.format == IN_INT4)
+            share(tokens, [&](int64_t t) { rounded(x + t * x_stride, matrix.width, matrix.format == IN_INT4); });
         const int64_t all = (matrix.rows + PANEL - 1) / PANEL;
-        panels(matrix, all * thread / meeting.threads, all * (thread + 1) / meeting.threads, tokens, x, x_stride, y, y_stride);
+        kernels.panels(matrix, all * thread / meeting.threads, all * (thread + 1) / meeting.threads, tokens, x, x_stride, y, y_stride);
         meeting.wait();
     };
     const auto copy = [&](float *to, const float *from) { std::memcpy(to, from, m.width * sizeof(float)); };
@@ -365,7 +389,8 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
         share(N, [&](int64_t t) { place_token(m, layer, s, pages(t), t, qkv + t * size.qkv); });
         share(N * m.kv_heads, [&](int64_t task) {
             const int64_t t = task / m.kv_heads;
-            attend_token(m, layer, s, pages(t), t, task % m.kv_heads, qkv + t * size.qkv, found + t * size.heads, scores);
+            kernels.attend(m, layer, s, pages(t), t, task % m.kv_heads, qkv + t * size.qkv, found + t * size.heads, scores,
+                           size.scores);
         });
         times(layer.out, N, found, size.heads, added, size.x);
         share(N, [&](int64_t t) {
@@ -404,17 +429,13 @@ extern "C" {
 // Numbers of float32 that a step of so many tokens needs as room; the room begins with zeros. longest: positions.
 int64_t bloomery_decode_room(const Model *m, int64_t tokens, int64_t threads, int64_t longest) {
     const Sizes size(*m, longest);
-    return tokens * size.each() + threads * size.scores;
+    return tokens * size.each() + threads * 2 * size.scores;
 }
 
 // Vectors of at most so many numbers from now on: 4, 8 or 16. Gives what this processor then uses.
 int64_t bloomery_decode_lanes(int64_t most) {
-    panels = panels_here(most);
-#ifdef VECTORS
-    return panels == v4::panels ? 16 : panels == v3::panels ? 8 : 4;
-#else
-    return 4;
-#endif
+    kernels = kernels_here(most);
+    return kernels.lanes;
 }
 
 void bloomery_decode(const Model *m, const Step *s, int64_t longest) {

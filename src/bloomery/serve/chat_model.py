@@ -5,36 +5,28 @@ The scheduler works with token IDs. Here they become text that can be shown to a
 half a character. It never holds the beginning of a stop string that a later token may complete.
 
 A request may ask for several answers. They are computed together, and with those of other requests.
-
-`ModelRegistry` has the models of all run folders, and loads each when it is first requested.
 """
 
 import hashlib
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import MAX_TOKENS, Message, SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError, RunError
-from bloomery.core.log import info
 from bloomery.generate.engine import Engine
-from bloomery.generate.scheduler import Request, Scheduler, Ticket, Timings
-from bloomery.hw import device
+from bloomery.generate.scheduler import Request, Ticket, Timings
 from bloomery.model.quantize import QuantizedLinear
-from bloomery.model.transformer import on_meta
 from bloomery.serve.constrained import Form, Grammars, TextStream, ToolCall, ToolFormat, ToolText
 from bloomery.tokenizer.chat_template import SHORTER, Renderer, TooLongError
 from bloomery.tokenizer.jinja_template import JinjaRenderer
-from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded, LoadFormat
+from bloomery.weights.hf import Loaded
 
 import torch
 
@@ -44,8 +36,6 @@ AnswerEnd = Literal["stop", "length", "tool_calls"]
 ANSWERED_ROLES = ("user", "tool")
 MAX_CHOICES, MAX_SEQUENCES = 16, 64
 """Answers to one prompt, and to all prompts of a request."""
-MAX_WAITING = 1024
-"""Sequences of a model. The queue of requests has its own, smaller limit."""
 SCORED = 256
 """Positions of a prompt whose logits are there at once."""
 
@@ -227,6 +217,9 @@ class SchedulerProtocol(Protocol):
     """Computes requests side by side, each as a stream of tokens."""
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket: ...
+
+    @property
+    def is_busy(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -470,6 +463,11 @@ class TextAnswerer:
         dtype = str(self._engine.model.embed.weight.dtype).removeprefix("torch.")
         return {"number_format": dtype if frozen is None else type(frozen).__name__.lower()}
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers are computed or wait."""
+        return self._scheduler.is_busy
+
     def embedding(self, ids: Sequence[int]) -> list[float]:
         """The mean of the last hidden states of a text. Raises DataError for one that does not fit."""
         assert self._engine is not None
@@ -673,112 +671,3 @@ def check_conversation(messages: Sequence[Message]) -> None:
         what = f"the last one is from the {asked[-1]['role']}" if asked else "there are none"
         hint = "A conversation ends with a message of the user or a tool, or the beginning of an answer to it."
         raise DataError(what, where="messages", hint=hint)
-
-
-def answerer(name: str, path: Path, dtype: LoadFormat = "float32") -> TextAnswerer:
-    """Load a model to this machine's device, with the tokenizer and template it was trained with."""
-    return answerer_of(name, hf.load(path, device.find().torch_device, dtype=dtype))
-
-
-def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
-    """The answerer of a model that is loaded. Its scheduler ends with it."""
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
-    scheduler = Scheduler(engine, max_waiting=MAX_WAITING)
-    model = TextAnswerer(name, scheduler, ModelWords.of(loaded), engine)
-    weakref.finalize(model, scheduler.close)
-    return model
-
-
-class ModelRegistry:
-    """
-    Finds the models below a folder of runs, and those that were named. New ones appear as runs finish. Loaded ones stay
-    in memory.
-
-    A model that has been trained again since it was loaded is loaded again.
-    """
-
-    def __init__(
-        self, runs: Path, named: Mapping[str, Path] = MappingProxyType({}), dtype: LoadFormat = "float32"
-    ) -> None:
-        """`named` are models outside of `runs`, by the names that clients use. `dtype` is how weights are kept."""
-        self.runs, self.named, self.dtype = runs, named, dtype
-        self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
-        self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
-        self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
-        for folder in locate.unnamable(runs):
-            info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
-
-    def names(self) -> Sequence[ModelInfo]:
-        there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
-        infos = list[ModelInfo]()
-        for name, path in {**self.named, **there}.items():
-            try:
-                infos.append(self._info(name, path))
-            except FileNotFoundError:  # it is being replaced, or was moved: the others are still there
-                continue
-        return infos
-
-    def get(self, name: str) -> TextAnswerer:
-        models = {one.name: one for one in locate.models(self.runs)}
-        if name in models:
-            path = models[name].folder
-            locate.check(path.parents[1], path.parent, models[name].damage)
-        elif name in self.named:
-            path = self.named[name]
-        else:
-            known = [*self.named, *(one.name for one in models.values() if not one.damage)]
-            hint = f"Models: {', '.join(known) or 'none yet'}."
-            raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=hint)
-        mtime = _made(path)
-        with self._lock:
-            own = self._locks.setdefault(name, threading.Lock())
-        with own:
-            if name not in self._loaded or self._loaded[name][0] != mtime:
-                self._loading += 1
-                try:
-                    self._loaded[name] = mtime, answerer(name, path, self.dtype)
-                finally:
-                    self._loading -= 1
-            return self._loaded[name][1]
-
-    @property
-    def is_loading(self) -> bool:
-        return self._loading > 0 and not self._loaded
-
-    def _info(self, name: str, path: Path) -> ModelInfo:
-        mtime = _made(path)
-        if (path, mtime) not in self._facts:
-            self._facts[path, mtime] = _facts(path)
-        context, facts = self._facts[path, mtime]
-        loaded_mtime, model = self._loaded.get(name, (0.0, None))
-        if model is not None and loaded_mtime == mtime:
-            facts = {**facts, **model.facts()}
-        return ModelInfo(name, int(mtime), path, context, facts)
-
-
-def _facts(path: Path) -> tuple[int, dict[str, Any]]:
-    """
-    The context of a model, 0 for one that cannot be read, and what its files say of it, without its weights. A request
-    for a model that cannot be read gets the error.
-    """
-    from bloomery.weights import card
-
-    try:
-        config, rows = hf.config_of(path)
-        source = card.provenance(path)
-    except (CheckpointError, DataError):
-        return 0, {}
-    parameters = sum(weight.numel() for weight in on_meta(config, rows).parameters())
-    bits = source.report.get("bits_per_byte", {})
-    known = {
-        "parameters": parameters,
-        "license": source.license,
-        "bits_per_byte": bits.get("model") if isinstance(bits, dict) and bits.get("bytes") else None,
-    }
-    return config.context_length, {name: value for name, value in known.items() if value is not None}
-
-
-def _made(path: Path) -> float:
-    """When the weights of a model were written last: of one file, several, or adapters."""
-    files = [path] if path.is_file() else list(path.glob(f"*{hf.WEIGHTS_SUFFIX}"))
-    return max((file.stat().st_mtime for file in files), default=0.0)

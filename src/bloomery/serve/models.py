@@ -1,0 +1,206 @@
+"""
+The models that a server answers with: those of all run folders, and those that were named.
+
+Each is loaded when it is first requested, if there is memory for it, and may be unloaded once nobody asks it.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError, DataError, RunError
+from bloomery.core.log import info, size
+from bloomery.generate.engine import Engine
+from bloomery.generate.scheduler import Scheduler, free_device_bytes
+from bloomery.hw import device
+from bloomery.model.transformer import on_meta
+from bloomery.serve.chat_model import ModelInfo, ModelWords, TextAnswerer
+from bloomery.weights import hf, locate
+from bloomery.weights.hf import Loaded, LoadFormat
+
+import torch
+
+MAX_WAITING = 1024
+"""Sequences of a model. The queue of requests has its own, smaller limit."""
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625, "nf4": 0.53125}
+"""Of a number in the matrices of blocks, with its share of scales. What is not in these matrices has 2 or 4 bytes."""
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How models are kept in memory, and how long."""
+
+    dtype: LoadFormat = "float32"
+    """Number format of weights."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Number format of keys and values. Others than `auto` need packed weights."""
+    draft_tokens: int = 0
+    """Tokens that are guessed at once: see Drafter."""
+    unload_after: int = 0
+    """Seconds without a request after which a model leaves memory; 0 keeps it."""
+
+
+AS_IN_FILE = LoadSettings()
+
+
+def answerer(name: str, path: Path, settings: LoadSettings) -> TextAnswerer:
+    """
+    Load a model to this machine's device, with the tokenizer and template it was trained with. Raises RunError where
+    its weights are larger than the free memory.
+    """
+    place = device.find().torch_device
+    needed, free = weight_bytes(path, settings.dtype), free_device_bytes(place)
+    if needed > free:
+        what = f"its weights take {size(needed)}, and {size(free)} of memory are free"
+        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
+    return answerer_of(name, hf.load(path, place, dtype=settings.dtype), settings)
+
+
+def answerer_of(name: str, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> TextAnswerer:
+    """The answerer of a model that is loaded. Its scheduler ends with it."""
+    cache = None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache)
+    scheduler = Scheduler(engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
+    model = TextAnswerer(name, scheduler, ModelWords.of(loaded), engine)
+    weakref.finalize(model, scheduler.close)
+    return model
+
+
+def weight_bytes(path: Path, dtype: LoadFormat) -> int:
+    """
+    Memory that the weights of a model take in a number format, estimated from its shape. `auto` counts 2 bytes a
+    number, the fewest of a file that is not quantized. 0 for a model whose shape cannot be read, as loading it says.
+    """
+    try:
+        model = on_meta(*hf.config_of(path))
+    except (CheckpointError, DataError):
+        return 0
+    matrices = sum(weight.numel() for weight in model.blocks.parameters() if weight.dim() == 2)
+    others = sum(weight.numel() for weight in model.parameters()) - matrices
+    return round(matrices * WEIGHT_BYTES.get(dtype, 2.0) + others * (4 if dtype == "float32" else 2))
+
+
+class ModelRegistry:
+    """
+    Finds the models below a folder of runs, and those that were named. New ones appear as runs finish. Loaded ones stay
+    in memory, or leave it after the seconds without a request that the settings give.
+
+    A model that has been trained again since it was loaded is loaded again.
+    """
+
+    def __init__(
+        self, runs: Path, named: Mapping[str, Path] = MappingProxyType({}), settings: LoadSettings = AS_IN_FILE
+    ) -> None:
+        """`named` are models outside of `runs`, by the names that clients use."""
+        self.runs, self.named, self.settings = runs, named, settings
+        self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
+        self._asked: dict[str, float] = {}
+        """When each loaded model was last asked or computed."""
+        self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
+        self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
+        for folder in locate.unnamable(runs):
+            info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
+
+    def names(self) -> Sequence[ModelInfo]:
+        there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
+        infos = list[ModelInfo]()
+        for name, path in {**self.named, **there}.items():
+            try:
+                infos.append(self._info(name, path))
+            except FileNotFoundError:  # it is being replaced, or was moved: the others are still there
+                continue
+        return infos
+
+    def get(self, name: str) -> TextAnswerer:
+        models = {one.name: one for one in locate.models(self.runs)}
+        if name in models:
+            path = models[name].folder
+            locate.check(path.parents[1], path.parent, models[name].damage)
+        elif name in self.named:
+            path = self.named[name]
+        else:
+            known = [*self.named, *(one.name for one in models.values() if not one.damage)]
+            hint = f"Models: {', '.join(known) or 'none yet'}."
+            raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=hint)
+        mtime = _made(path)
+        with self._lock:
+            own = self._locks.setdefault(name, threading.Lock())
+        with own:
+            self._asked[name] = time.monotonic()
+            loaded_mtime, model = self._loaded.get(name, (0.0, None))
+            if model is None or loaded_mtime != mtime:
+                self._loading += 1
+                try:
+                    model = answerer(name, path, self.settings)
+                finally:
+                    self._loading -= 1
+                if self.settings.unload_after and name not in self._loaded:
+                    self._watch(name)
+                self._loaded[name] = mtime, model
+            return model
+
+    def _watch(self, name: str) -> None:
+        """Look later whether a model is idle."""
+        timer = threading.Timer(self.settings.unload_after / 4, self._unload_idle, [name])
+        timer.daemon = True
+        timer.start()
+
+    def _unload_idle(self, name: str) -> None:
+        with self._locks[name]:
+            model, now = self._loaded[name][1], time.monotonic()
+            if model.is_busy:
+                self._asked[name] = now
+            if now - self._asked[name] < self.settings.unload_after:
+                return self._watch(name)
+            del self._loaded[name], model
+        gc.collect()
+        info(f"{name}: unloaded after {self.settings.unload_after} s without a request")
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loading > 0 and not self._loaded
+
+    def _info(self, name: str, path: Path) -> ModelInfo:
+        mtime = _made(path)
+        if (path, mtime) not in self._facts:
+            self._facts[path, mtime] = _facts(path)
+        context, facts = self._facts[path, mtime]
+        loaded_mtime, model = self._loaded.get(name, (0.0, None))
+        if model is not None and loaded_mtime == mtime:
+            facts = {**facts, **model.facts()}
+        return ModelInfo(name, int(mtime), path, context, facts)
+
+
+def _facts(path: Path) -> tuple[int, dict[str, Any]]:
+    """
+    The context of a model, 0 for one that cannot be read, and what its files say of it, without its weights. A request
+    for a model that cannot be read gets the error.
+    """
+    from bloomery.weights import card
+
+    try:
+        config, rows = hf.config_of(path)
+        source = card.provenance(path)
+    except (CheckpointError, DataError):
+        return 0, {}
+    parameters = sum(weight.numel() for weight in on_meta(config, rows).parameters())
+    bits = source.report.get("bits_per_byte", {})
+    known = {
+        "parameters": parameters,
+        "license": source.license,
+        "bits_per_byte": bits.get("model") if isinstance(bits, dict) and bits.get("bytes") else None,
+    }
+    return config.context_length, {name: value for name, value in known.items() if value is not None}
+
+
+def _made(path: Path) -> float:
+    """When the weights of a model were written last: of one file, several, or adapters."""
+    files = [path] if path.is_file() else list(path.glob(f"*{hf.WEIGHTS_SUFFIX}"))
+    return max((file.stat().st_mtime for file in files), default=0.0)
