@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bloomery.core.errors import ConfigError
@@ -10,42 +11,64 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.train import launch
-from bloomery.train.config import Mesh
-from bloomery.train.mesh import AXES, check_model, gradient_norm, parallelize
+from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train import fsdp, launch
+from bloomery.train.config import AdamW, Mesh
+from bloomery.train.mesh import check_model
+from bloomery.train.metrics import Norms
+from bloomery.train.optim import Optimizers
+from bloomery.train.step import accumulate_gradients, clipping, gradients
+from tests.train.made import on_cpu, processor
 
 import torch
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
-SHAPE = ModelConfig(
-    hidden_size=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    intermediate_size=128,
-    context_length=32,
-    tie_embeddings=False,
-)
-VOCAB, ROWS, STEPS = 96, 8, 5
-MESHES = ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4))
-WAYS: dict[str, Lora | None] = {
+SHAPE = {
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "context_length": 32,
+    "tie_embeddings": False,
+}
+VOCAB, ROWS, STEPS, T = 97, 8, 5, 16
+MESHES = {
+    4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
+    8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
+}
+METHODS: dict[str, Lora | None] = {
     "full": None,
     "LoRA": Lora(rank=4, base_dtype="float32"),
-    "LoRA, int8": Lora(rank=4, base_dtype="int8"),
+    "NF4": Lora(rank=4, base_dtype="nf4"),
     "DoRA, NF4": Lora(rank=4, base_dtype="nf4", dora=True),
+    "DoRA, int8": Lora(rank=4, base_dtype="int8", dora=True),
+    "bfloat16": Lora(rank=4, base_dtype="bfloat16"),
 }
-CASES = [
-    *((way, axes) for way in ("full", "LoRA") for axes in MESHES),
-    ("LoRA, int8", (1, 2, 2)),
-    ("DoRA, NF4", (1, 4, 1)),
-]
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True},
+    "norms that heads share": {"qk_norm": True},
+    "pairs of heads": {"attention": "differential"},
+    "all biases": {"biases": "all", "norm": "layernorm", "mlp": "gelu", "position_embedding": "learned"},
+}
+Case = tuple[str, str, tuple[int, int, int]]
+"""Method, what of the shape is another, and mesh."""
 
 
-def made(adapters: Lora | None) -> Transformer:
-    model = Transformer(SHAPE, VOCAB)
+def cases(ranks: int) -> list[Case]:
+    three: list[Case] = [(method, "", axes) for method in ("full", "LoRA", "NF4") for axes in MESHES[ranks]]
+    if ranks == 8:
+        return three
+    more: list[Case] = [("full", other, axes) for other in OTHERS for axes in ((1, 2, 2), (1, 1, 4))]
+    adapted: list[Case] = [(method, "", (1, 2, 2)) for method in METHODS if method not in ("full", "LoRA", "NF4")]
+    one: list[Case] = [("DoRA, NF4", "all biases", (1, 2, 2)), ("LoRA", "tied", (2, 2, 1)), ("full", "tied", (1, 4, 1))]
+    return [*three, *[case for case in more if case != ("full", "pairs of heads", (1, 1, 4))], *adapted, *one]
+
+
+def made(method: str, other: str) -> Transformer:
+    model = Transformer(ModelConfig(**SHAPE | OTHERS.get(other, {})), VOCAB)
     model.initialize(0)
-    if adapters is not None:
+    if (adapters := METHODS[method]) is not None:
         lora.attach(model, adapters, 0)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -55,69 +78,86 @@ def made(adapters: Lora | None) -> Transformer:
     return model
 
 
-def learned(model: Transformer, part: slice, world: World) -> dict[str, list[float]]:
-    """Losses and gradient norms of steps of AdamW. Each device has some of the rows."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, foreach=False)
-    told: dict[str, list[float]] = {"losses": [], "norms": []}
-    ids = torch.randint(0, VOCAB, (ROWS, 33), generator=torch.Generator().manual_seed(0))[part]
-    for _ in range(STEPS):
-        logits = model.logits(model(ids[:, :-1]))
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / (ROWS * 32)
-        torch.autograd.backward(loss)
-        told["norms"].append(gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        told["losses"].append(float(world.sum(loss.detach().clone())))
+def batch() -> Batch:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (ROWS, T + 1))
+    targets = np.where(rng.random((ROWS, T)) < 0.8, ids[:, 1:], IGNORE)
+    places = np.arange(T)[None].repeat(ROWS, 0)
+    return Batch(ids[:, :-1], targets, places, np.zeros_like(places), np.arange(ROWS))
+
+
+def learned(model: Transformer, world: World) -> dict[str, Any]:
+    """Losses, gradient norms and norms of changes of steps of AdamW, of a sequence at once, and a part of the loss."""
+    optimizers, norms = Optimizers(model, AdamW(learning_rate=1e-3, weight_decay=0.1)), Norms(model, every=STEPS)
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(1, STEPS + 1):
+        told["losses"].append(accumulate_gradients(model, batch(), 1, on_cpu(), world=world).loss)
+        norm = fsdp.gradient_norm(gradients(model))
+        told["norms"].append(float(norm))
+        norms.before_update(step)
+        optimizers.step(clipping(0.1, norm), step)
+        norms.after_update()
+        optimizers.zero_grad()
+    told["changes"] = [norms.latest["weight_norm"], norms.latest["update_norm"]]
     return told
 
 
 def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     """What each rank does."""
+    torch.set_num_threads(1)
     found = {}
-    for way, axes in CASES:
-        mesh = Mesh(preset="gpt2-124m", **dict(zip(AXES, axes, strict=True)))
-        model = made(WAYS[way])
-        parallelize(model, mesh, init_device_mesh("cpu", axes, mesh_dim_names=AXES))
-        groups, group = axes[0] * axes[1], world.rank // axes[2]
-        rows = ROWS // groups
-        told = learned(model, slice(group * rows, (group + 1) * rows), world)
-        told["losses"] = [loss / axes[2] for loss in told["losses"]]
-        held = sum(one.to_local().nbytes for one in model.parameters())  # type: ignore[attr-defined]
-        found[f"{way} {axes}"] = {**told, "held": world.gather(held)}
+    for method, other, axes in cases(world.size):
+        mesh = Mesh(**dict(zip(("dp_replicate", "dp_shard", "tp"), axes, strict=True)))
+        model = made(method, other)
+        fsdp.shard(model, world, processor(), mesh)
+        told = learned(model, world)
+        told["held"] = world.gather(sum(fsdp.local(one).nbytes for one in model.parameters()))
+        found[f"{method} {other} {axes}"] = told
     return found
 
 
 @pytest.mark.slow
-def test_four_devices_learn_what_one_learns_on_every_mesh() -> None:
-    found = launch.run("tests.train.test_mesh:over_meshes", {}, 4)
-    for way, axes in CASES:
-        model = made(WAYS[way])
-        whole = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-        alone, told = learned(model, slice(0, ROWS), World.alone()), found[f"{way} {axes}"]
-        assert alone["losses"][-1] < alone["losses"][0] - 0.01
-        assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6), (way, axes)
-        assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6), (way, axes)
-        assert max(told["held"]) * axes[1] * axes[2] < 1.25 * whole  # tp does not cut norms and some adapters
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
+    found, alone = launch.run("tests.train.test_mesh:over_meshes", {}, ranks), dict[tuple[str, str], Any]()
+    for method, other, axes in cases(ranks):
+        told = found[f"{method} {other} {axes}"]
+        if (method, other) not in alone:
+            model = made(method, other)
+            size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+            alone[method, other] = learned(model, World.alone()), size
+        expected, size = alone[method, other]
+        assert expected["losses"][-1] < expected["losses"][0] - 0.001
+        for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):
+            assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
+        assert max(told["held"]) * axes[1] * axes[2] < 1.25 * size  # tp does not cut norms and some adapters
 
 
 @pytest.mark.parametrize(
     ("changes", "tp", "told"),
     [
-        ({"tie_embeddings": True}, 1, "a tied head is in two units"),
-        ({"position_embedding": "alibi"}, 2, "ALiBi counts all heads"),
-        ({"qk_norm": True}, 2, "vectors that heads share"),
+        ({"position_embedding": "alibi"}, 2, "ALiBi is not trained with mesh.tp=2: it counts all heads"),
+        ({"normalize_head": True}, 2, "normalize_head is not trained"),
         ({}, 3, "num_heads is 8, and tp=3 does not divide it"),
     ],
 )
 def test_a_model_that_a_mesh_cannot_train_is_refused_by_name(changes: dict[str, Any], tp: int, told: str) -> None:
-    model = Transformer(ModelConfig(**(SHAPE.model_dump() | changes)), VOCAB)
+    model = Transformer(ModelConfig(**(SHAPE | changes)), VOCAB)
     with pytest.raises(ConfigError, match=told):
-        check_model(model, Mesh(preset="gpt2-124m", tp=tp))
+        check_model(model, Mesh(tp=tp))
 
 
-@pytest.mark.parametrize("adapters", [Lora(base_dtype="nf4"), Lora(dora=True)])
-def test_adapters_that_tp_cannot_train_are_refused_by_name(adapters: Lora) -> None:
-    model = made(adapters)
-    check_model(model, Mesh(preset="gpt2-124m", dp_shard=4))
-    with pytest.raises(ConfigError, match="NF4 and DoRA are not cut by tp yet"):
-        check_model(model, Mesh(preset="gpt2-124m", tp=2))
+@pytest.mark.parametrize(
+    ("adapters", "mesh", "told"),
+    [
+        (Lora(base_dtype="nf4_double"), Mesh(dp_shard=2), "scales of scales"),
+        (Lora(dropout=0.1, base_dtype="float32"), Mesh(tp=2), "lora.dropout is not trained with mesh.tp=2"),
+        (Lora(base_dtype="nf4"), Mesh(dp_shard=4, tp=2), "scales has 2 numbers along dim 1, and dp_shard=4"),
+    ],
+)
+def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, mesh: Mesh, told: str) -> None:
+    model = Transformer(ModelConfig(**SHAPE), VOCAB)
+    lora.attach(model, adapters, 0)
+    fsdp._keep_as_parameters(model)
+    with pytest.raises(ConfigError, match=told):
+        check_model(model, mesh)

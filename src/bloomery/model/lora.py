@@ -5,7 +5,7 @@ Letters used for shapes: R outputs, D inputs, r rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from jaxtyping import Float
@@ -42,6 +42,8 @@ class LoRALinear(nn.Module):
         self.register_parameter("magnitude", lengths)
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
+        self.whole_rows: Callable[[Tensor], Tensor] | None = None
+        """Where a device has some of the inputs: makes the squared lengths of whole rows of those of their parts."""
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
         if not self.is_on:
@@ -61,6 +63,8 @@ class LoRALinear(nn.Module):
             lengths = _lengths(
                 self.base.dense(torch.float32) + self.scale * (self.lora_b.float() @ self.lora_a.float())
             )
+            if self.whole_rows is not None:
+                lengths = self.whole_rows(lengths.square()).sqrt()
         assert self.magnitude is not None
         share: Tensor = self.magnitude / lengths
         return share

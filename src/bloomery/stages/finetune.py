@@ -61,10 +61,13 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     )
     words = replace(base.language, chat=renderer)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
+    kept: dict[str, int] = {}
     if config.lora is not None:
         below = BaseModel(start, hf.digest(start), is_stretched)
         lora.attach(base.model, config.lora, config.seed)
         model_saver = AdapterSaver(base.model, words, config.lora, below, lineage)
+        trained = sum(weight.numel() for weight in lora.weights(base.model).values())
+        kept = {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
     length = int(rows["row_tokens"]) - 1
     samples = PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True)
     stats = TrainingRun(
@@ -80,10 +83,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         sampler=answering(renderer),
         selection=KeptWeights(config.keeps_best, config.early_stopping),
     ).run()
-    if config.lora is not None:
-        trained = sum(weight.numel() for weight in lora.weights(base.model).values())
-        stats |= {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
-    return stats
+    return stats | kept
 
 
 def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:

@@ -192,6 +192,7 @@ def accumulate_gradients(
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
     parts = fsdp.micro_batches(batch, micro_batch, world, model)
+    same = world.size // fsdp.data_rank(model, world)[1]  # ranks with the same rows
     overlapped, failure = precision.device.is_gpu, ""
     sums: LossSums | None = None
     with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
@@ -221,8 +222,8 @@ def accumulate_gradients(
     precision.unscale(gradients(model))
     means = dict(totals.metrics)
     if loss_function.metrics:
-        means |= mean_metrics(loss_function, world.sum(metrics), totals.metrics_divisor)
-    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means)
+        means |= mean_metrics(loss_function, world.sum(metrics) / same, totals.metrics_divisor)
+    return BatchLoss(float(world.sum(total)) / same / count, int((batch.targets != IGNORE).sum()), means)
 
 
 def mean_metrics(loss_function: LossFunction, sums: Tensor, count: int) -> dict[str, float]:
@@ -292,7 +293,7 @@ def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[f
     losses = []
     for row, targets in zip(hidden, torch.from_numpy(batch.targets).to(device), strict=True):
         learned = targets != IGNORE
-        losses.append(float(token_losses(row[learned], model.head.weight, targets[learned])[1]))
+        losses.append(float(token_losses(row[learned], model.head_rows(row.dtype), targets[learned])[1]))
     return losses
 
 

@@ -226,10 +226,11 @@ class TrainingRun:
             is_open = self.config.activation_checkpointing == "auto"
             self.config = compile.settled(self.config, device, self.early)
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
-            self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
-            if self._sharded:  # weights go where they compute one group at a time, and leave their part there
+            mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
+            self._sharded = mesh is not None
+            if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
                 on_meta = any(weight.is_meta for weight in self.model.parameters())
-                fsdp.shard(self.model, self.world, device, spread=self.world.any(on_meta))
+                fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta))
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
