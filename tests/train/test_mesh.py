@@ -1,6 +1,8 @@
 """A model over a mesh learns what it learns on one device."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,18 @@ from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch
 from bloomery.train.config import AdamW, Mesh
 from bloomery.train.mesh import check_model
 from bloomery.train.metrics import Norms
 from bloomery.train.optim import Optimizers
+from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
-from tests.train.made import on_cpu, processor
+from bloomery.weights import checkpoint, hf
+from bloomery.weights.hf import BaseModel, ModelLanguage
+from tests.tokenizer.made import small
+from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, processor, session, stopped, write_samples
 
 import torch
 
@@ -134,24 +141,10 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "told"),
-    [
-        ({"position_embedding": "alibi"}, 2, "ALiBi is not trained with mesh.tp=2: it counts all heads"),
-        ({"normalize_head": True}, 2, "normalize_head is not trained"),
-        ({}, 3, "num_heads is 8, and tp=3 does not divide it"),
-    ],
-)
-def test_a_model_that_a_mesh_cannot_train_is_refused_by_name(changes: dict[str, Any], tp: int, told: str) -> None:
-    model = Transformer(ModelConfig(**(SHAPE | changes)), VOCAB)
-    with pytest.raises(ConfigError, match=told):
-        check_model(model, Mesh(tp=tp))
-
-
-@pytest.mark.parametrize(
     ("adapters", "mesh", "told"),
     [
         (Lora(base_dtype="nf4_double"), Mesh(dp_shard=2), "scales of scales"),
-        (Lora(dropout=0.1, base_dtype="float32"), Mesh(tp=2), "lora.dropout is not trained with mesh.tp=2"),
+        (Lora(base_dtype="nf4"), Mesh(tp=3), "num_heads is 8, and tp=3 does not divide it"),
         (Lora(base_dtype="nf4"), Mesh(dp_shard=4, tp=2), "scales has 2 numbers along dim 1, and dp_shard=4"),
     ],
 )
@@ -161,3 +154,81 @@ def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, m
     fsdp._keep_as_parameters(model)
     with pytest.raises(ConfigError, match=told):
         check_model(model, mesh)
+
+
+# --- runs and their checkpoints --------------------------------------------------------------------------------------
+
+NARROW = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=T, qk_norm=True
+)
+CHAIN = ((2, 2, 2), (1, 4, 1), (1, 1, 2), (1, 1, 1))
+ADAPTED = Lora(rank=2, base_dtype="int8", dora=True)
+RUN: dict[str, Any] = {
+    "steps": 5,
+    "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+    "eval_every": 4,
+    "grad_stats_every": 2,
+    "keep_last": 20,
+    "micro_batch_tokens": T,
+}
+
+
+def trained(folder: Path, axes: tuple[int, int, int], out: str, world: World) -> None:
+    """A run in full and one of adapters, over a mesh, from their newest checkpoints. The first rank has weights."""
+    mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), axes, strict=True))
+    for method in ("full", "adapters"):
+        with torch.device("cpu" if world.is_first else "meta"):
+            model = Transformer(NARROW, small().vocab_size)
+        if world.is_first:
+            model.initialize(5)
+        run = session(folder / "shards", folder / out / method, world, mesh=mesh, **RUN)
+        run.model, run.model_saver = model, FullModelSaver(model, Renderer(small()), LINEAGE)
+        if method == "adapters":
+            lora.attach(model, ADAPTED, 0)
+            base = BaseModel(folder / "base", hf.digest(folder / "base"))
+            run.model_saver = AdapterSaver(model, ModelLanguage.ours(Renderer(small())), ADAPTED, base, LINEAGE)
+            run.from_scratch = False
+        run.run()
+
+
+def go_on(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Runs over a mesh; where there was none before, once more from a step on the way."""
+    torch.set_num_threads(1)
+    folder, axes = Path(task["folder"]), tuple(task["axes"])
+    trained(folder, axes, task["out"], world)
+    if task["again"]:
+        if world.is_first:
+            for method in ("full", "adapters"):
+                stopped(folder / task["out"] / method, folder / "again" / method, 2)
+        world.barrier()
+        trained(folder, axes, "again", world)
+    return {}
+
+
+@pytest.mark.slow
+def test_runs_go_on_from_mesh_to_mesh_and_bit_for_bit_on_the_same(tmp_path: Path) -> None:
+    write_samples(tmp_path / "shards")
+    model = Transformer(NARROW, small().vocab_size)
+    model.initialize(5)
+    hf.save(tmp_path / "base", model, Renderer(small()), LINEAGE)
+    trained(tmp_path, (1, 1, 1), "alone", World.alone())
+    for number, axes in enumerate(CHAIN):
+        ranks, task = int(np.prod(axes)), {"folder": str(tmp_path), "axes": axes, "out": str(number)}
+        if number:
+            for method in ("full", "adapters"):
+                stopped(tmp_path / str(number - 1) / method, tmp_path / str(number) / method, number)
+        task["again"] = not number
+        go_on(task, World.alone()) if ranks == 1 else launch.run("tests.train.test_mesh:go_on", task, ranks)
+        for method in ("full", "adapters"):
+            alone, other = tmp_path / "alone" / method, tmp_path / str(number) / method
+            assert newest_state(other)["samples"] == newest_state(alone)["samples"]
+            for name, allowed in (("loss", 1e-6), ("validation_loss", 2e-5), ("gradient_norm", 2e-5)):
+                told, expected = ([line[name] for line in lines(out, name)] for out in (other, alone))
+                assert told == pytest.approx(expected, abs=allowed), (axes, method, name)
+                assert len(told) == len(expected)
+    first, again = tmp_path / "0", tmp_path / "again"
+    for method in ("full", "adapters"):
+        newest = checkpoint.folders(first / method / "checkpoints")[-1]
+        assert content(newest) == content(again / method / "checkpoints" / newest.name)
+        environment = json.loads((newest / "environment.json").read_text())
+        assert environment["parallelism"] == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

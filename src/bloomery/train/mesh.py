@@ -32,10 +32,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 
 def check_model(model: Transformer, mesh: Mesh) -> None:
-    """Raises ConfigError for a shape, a base and adapters that a mesh cannot cut, each by name."""
-    config, modules = model.config, list(model.modules())
-    is_double = any(isinstance(module, NF4) and module.coarse is not None for module in modules)
-    check_mesh(config, mesh, "nf4_double" if is_double else None)
+    """Raises ConfigError for a shape or a base that a mesh cannot cut, by name."""
+    is_double = any(isinstance(module, NF4) and module.coarse is not None for module in model.modules())
+    check_mesh(model.config, mesh, "nf4_double" if is_double else None)
     for name, weight in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         is_code = isinstance(owner, NF4) and name.endswith(".weight")
@@ -43,16 +42,6 @@ def check_model(model: Transformer, mesh: Mesh) -> None:
         if is_code and placement(name, weight.shape, mesh).tp == 1 and owner.width % BLOCK:  # type: ignore[operator]
             what = f"{name} has rows of {owner.width:,} numbers, and tp cuts NF4 only into blocks of {BLOCK}"
             raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
-    if mesh.tp == 1:
-        return
-    drops = any(isinstance(module, LoRALinear) and module.share for module in modules)
-    for setting, why, hint in (
-        ("ALiBi" if config.position_embedding == "alibi" else "", "it counts all heads", "Set mesh.tp=1."),
-        ("normalize_head" if config.normalize_head else "", "it scales the whole table", "Set mesh.tp=1."),
-        ("lora.dropout" if drops else "", "each device would drop others", "Set lora.dropout=0, or mesh.tp=1."),
-    ):
-        if setting:
-            raise ConfigError(f"{setting} is not trained with mesh.tp={mesh.tp}: {why}", where="mesh.tp", hint=hint)
 
 
 def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:

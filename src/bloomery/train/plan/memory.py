@@ -78,6 +78,7 @@ ASKED_WHOLE = "each rank asks the model for answers on its own, and would wait f
 ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
 SAID_TWICE = "both say how ranks share the model"
 HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
+DROPS_OTHERS = "with tp, each device would drop others than one device does"
 WRITTEN_OUT = "with tp, blocks exchange numbers while they compute"
 
 
@@ -92,10 +93,14 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
     if mesh is not None and mesh.devices != ranks:
         sizes = " x ".join(f"{axis} {count}" for axis, count in mesh.sizes.items())
         what = f"the mesh {sizes} is of {mesh.devices:,} processes, and {ranks:,} train"
-        raise ConfigError(what, where="mesh", hint=f"Set num_processes={mesh.devices}, or another mesh.")
+        raise ConfigError(
+            what,
+            where=f"{type(config).__name__.lower()}.mesh",
+            hint=f"Set num_processes={mesh.devices}, or another mesh.",
+        )
     if mesh is None or ranks == 1:
         return None
-    cuts = mesh.tp > 1
+    cuts, lora = mesh.tp > 1, getattr(config, "lora", None)
     for setting, why, hint in (
         ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
         (
@@ -120,6 +125,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             HEADS_APART,
             "Leave out hellaswag, or say mesh.tp=1.",
         ),
+        ("lora.dropout" if cuts and lora and lora.dropout else "", DROPS_OTHERS, "Say lora.dropout=0, or mesh.tp=1."),
         ('compile="on"' if cuts and config.compile == "on" else "", WRITTEN_OUT, 'Say compile="off", or mesh.tp=1.'),
     ):
         if setting:

@@ -301,6 +301,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     sequences that are longer than the context of the shape, and for weights in bfloat16 that are trained.
     """
     assert config.mesh is not None
+    assert config.mesh.preset is not None
     preset, context = config.mesh.preset, sequence_length - 1
     model = ModelConfig(preset=preset)
     if context > model.context_length:
