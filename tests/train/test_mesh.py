@@ -16,7 +16,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch
-from bloomery.train.config import AdamW, Mesh
+from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.metrics import Norms
 from bloomery.train.optim import Optimizers
@@ -39,7 +39,7 @@ SHAPE = {
     "context_length": 32,
     "tie_embeddings": False,
 }
-VOCAB, ROWS, STEPS, T = 97, 8, 5, 16
+VOCAB, ROWS, STEPS, T = 97, 16, 5, 8
 MESHES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
     8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
@@ -58,6 +58,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "pairs of heads": {"attention": "differential"},
     "all biases": {"biases": "all", "norm": "layernorm", "mlp": "gelu", "position_embedding": "learned"},
 }
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": AdamW(learning_rate=1e-3, weight_decay=0.1),
+    "muon": Muon(muon_lr=1e-3, learning_rate=1e-3),
+    "lion": Lion(learning_rate=1e-5),
+    "ademamix": AdEMAMix(learning_rate=1e-3, ramp_steps=5),
+}
 Case = tuple[str, str, tuple[int, int, int]]
 """Method, what of the shape is another, and mesh."""
 
@@ -67,6 +73,7 @@ def cases(ranks: int) -> list[Case]:
     if ranks == 8:
         return three
     more: list[Case] = [("full", other, axes) for other in OTHERS for axes in ((1, 2, 2), (1, 1, 4))]
+    more += [("full", optimizer, (1, 2, 2)) for optimizer in ("muon", "lion", "ademamix")]
     adapted: list[Case] = [(method, "", (1, 2, 2)) for method in METHODS if method not in ("full", "LoRA", "NF4")]
     one: list[Case] = [("DoRA, NF4", "all biases", (1, 2, 2)), ("LoRA", "tied", (2, 2, 1)), ("full", "tied", (1, 4, 1))]
     return [*three, *[case for case in more if case != ("full", "pairs of heads", (1, 1, 4))], *adapted, *one]
@@ -93,12 +100,13 @@ def batch() -> Batch:
     return Batch(ids[:, :-1], targets, places, np.zeros_like(places), np.arange(ROWS))
 
 
-def learned(model: Transformer, world: World) -> dict[str, Any]:
-    """Losses, gradient norms and norms of changes of steps of AdamW, of a sequence at once, and a part of the loss."""
-    optimizers, norms = Optimizers(model, AdamW(learning_rate=1e-3, weight_decay=0.1)), Norms(model, every=STEPS)
+def learned(model: Transformer, other: str, world: World) -> dict[str, Any]:
+    """Losses, gradient norms and norms of changes of clipped steps, of two sequences at once."""
+    optimizer = OPTIMIZERS.get(other, OPTIMIZERS["adamw"])
+    optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=STEPS)
     told: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(1, STEPS + 1):
-        told["losses"].append(accumulate_gradients(model, batch(), 1, on_cpu(), world=world).loss)
+        told["losses"].append(accumulate_gradients(model, batch(), 2, on_cpu(), world=world).loss)
         norm = fsdp.gradient_norm(gradients(model))
         told["norms"].append(float(norm))
         norms.before_update(step)
@@ -117,7 +125,7 @@ def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         mesh = Mesh(**dict(zip(("dp_replicate", "dp_shard", "tp"), axes, strict=True)))
         model = made(method, other)
         fsdp.shard(model, world, processor(), mesh)
-        told = learned(model, world)
+        told = learned(model, other, world)
         told["held"] = world.gather(sum(fsdp.local(one).nbytes for one in model.parameters()))
         found[f"{method} {other} {axes}"] = told
     return found
@@ -132,7 +140,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
         if (method, other) not in alone:
             model = made(method, other)
             size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-            alone[method, other] = learned(model, World.alone()), size
+            alone[method, other] = learned(model, other, World.alone()), size
         expected, size = alone[method, other]
         assert expected["losses"][-1] < expected["losses"][0] - 0.001
         for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):

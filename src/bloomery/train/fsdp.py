@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 BUCKET_NUMBERS = 2**23
@@ -414,7 +414,9 @@ def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:
     """The sum of what the ranks say that hold the parts of a tensor; `numbers` itself for a tensor without parts."""
     if not isinstance(of, DTensor):
         return numbers
-    return DTensor.from_local(numbers, of.device_mesh, [Partial()] * of.device_mesh.ndim).full_tensor()
+    numbers = numbers.clone()
+    torch.distributed.all_reduce(numbers)
+    return numbers
 
 
 def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
@@ -433,7 +435,10 @@ def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> li
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients together, the same bits on every rank."""
-    return whole(total_norm(list(gradients)))
+    tensors = list(gradients)
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        return square_sums([tensors]).sqrt()[0]
+    return total_norm(tensors)
 
 
 def is_finite(model: nn.Module, world: World) -> bool:

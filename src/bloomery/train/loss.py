@@ -192,7 +192,9 @@ def _chunk_of_parts(
 ) -> tuple[Float[Tensor, "2"], Float[Tensor, "C V"] | None]:
     """As `chunk`, where each rank has the logits of some token IDs; targets count from its first."""
     scores = logits.float()
-    z = torch.logsumexp(company.all_gather(torch.logsumexp(scores, 1)), 0)
+    parts = scores.new_zeros((company.size, len(scores)))
+    parts[company.rank] = torch.logsumexp(scores, 1)
+    z = torch.logsumexp(company.sum(parts), 0)
     own = ((targets >= 0) & (targets < scores.shape[1])).nonzero().flatten()
     reached = torch.zeros_like(z).index_put_((own,), scores[own, targets[own]])
     company.sum(reached)

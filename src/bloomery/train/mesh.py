@@ -106,7 +106,7 @@ def _computed(plain: Any, kind: ShardingKind, held: list[_Held], devices: Device
     if kind == "vocabulary":
         output = plain(DTensor.from_local(x, devices, [Replicate()], run_check=False))
         whole: Tensor = output.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        return whole if x.is_floating_point() else whole.clone()  # FSDP2 wants no view of what a unit puts out
     if kind == "column":
         x = DTensor.from_local(x, devices, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     with _as_parts(held):

@@ -166,7 +166,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out
 
 
-def test_the_plan_of_405b_is_text_of_80_columns_and_says_that_it_is_arithmetic(
+def test_the_plan_of_405b_is_arithmetic_in_80_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = planned(capsys)
