@@ -292,15 +292,15 @@ def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
     Unit -> the modules whose weights are gathered together. A tied table is of two units, so that the model itself
     gathers both. Raises ValueError for a weight that fits no rule.
     """
-    found: dict[str, list[nn.Module]] = {}
+    by_unit: dict[str, list[nn.Module]] = {}
     for name, weight in model.named_parameters():
         unit = placement(name, weight.shape, mesh).unit
         if unit.startswith("blocks."):
-            found[unit] = [model.get_submodule(unit)]
+            by_unit[unit] = [model.get_submodule(unit)]
         elif not model.config.tie_embeddings:
             ends = [model.embed, model.positions] if unit == "embed" else [model.norm, model.head]
-            found[unit] = [module for module in ends if module is not None]
-    return found
+            by_unit[unit] = [module for module in ends if module is not None]
+    return by_unit
 
 
 def _keep_as_parameters(model: nn.Module) -> None:
@@ -351,11 +351,11 @@ def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
     """Of a whole tensor that every rank has, the part that each has of another."""
     if not isinstance(tensor, DTensor):
         return full_tensor
-    own, mesh = part(tensor, full_tensor).contiguous(), tensor.device_mesh
+    own, mesh = part_like(tensor, full_tensor).contiguous(), tensor.device_mesh
     return DTensor.from_local(own, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-def part(tensor: DTensor, full_tensor: Tensor) -> Tensor:
+def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
     """Of a whole tensor, a view of what this rank has of another: tp cuts first, then dp_shard, as torch.chunk does."""
     mesh = tensor.device_mesh
     for axis in range(mesh.ndim - 1, -1, -1):
@@ -384,7 +384,7 @@ def take(model: Transformer, full_weights: Mapping[str, Tensor] | None, names: C
         else:
             full_weight = full_weights[name].to(own.device, weight.dtype).contiguous()
         torch.distributed.broadcast(full_weight, src=0)
-        own.copy_(part(weight, full_weight))
+        own.copy_(part_like(weight, full_weight))
 
 
 @torch.no_grad()

@@ -124,20 +124,20 @@ def _times_back(plain: Any, held: list[_Held], grad: Tensor) -> Tensor:
 @contextmanager
 def _as_parts(held: list[_Held]) -> Iterator[None]:
     """While the block runs, modules have plain parts of their weights."""
-    weights = [one.owner._parameters[one.name] for one in held]
+    weights = [entry.owner._parameters[entry.name] for entry in held]
     try:
-        for one, weight in zip(held, weights, strict=True):
+        for entry, weight in zip(held, weights, strict=True):
             assert isinstance(weight, DTensor)
-            part = weight.to_local(grad_placements=[one.gradient])
-            one.owner._parameters[one.name] = part if one.share else part * 0  # type: ignore[assignment]
+            plain = weight.to_local(grad_placements=[entry.gradient])
+            entry.owner._parameters[entry.name] = plain if entry.share else plain * 0  # type: ignore[assignment]
         yield
     finally:
-        for one, weight in zip(held, weights, strict=True):
-            one.owner._parameters[one.name] = weight
+        for entry, weight in zip(held, weights, strict=True):
+            entry.owner._parameters[entry.name] = weight
 
 
-def _summed(part: Tensor, devices: DeviceMesh) -> Tensor:
+def _summed(summand: Tensor, devices: DeviceMesh) -> Tensor:
     """The sum over tp, on each of its devices."""
-    summed = DTensor.from_local(part, devices, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    summed = DTensor.from_local(summand, devices, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     plain: Tensor = summed.to_local()
     return plain
