@@ -12,7 +12,7 @@ from bloomery.core.errors import ConfigError
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch
@@ -162,6 +162,30 @@ def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, m
     fsdp._keep_as_parameters(model)
     with pytest.raises(ConfigError, match=told):
         check_model(model, mesh)
+
+
+@pytest.mark.parametrize("axes", [(1, 4, 1), (2, 2, 2), (1, 1, 4), (1, 3, 1)])
+@pytest.mark.parametrize("adapters", [METHODS["DoRA, NF4"], METHODS["DoRA, int8"], METHODS["bfloat16"], None])
+def test_each_rank_keeps_of_what_it_reads_its_part_of_the_quantized_whole(
+    adapters: Lora | None, axes: tuple[int, int, int]
+) -> None:
+    shape = SHAPE | OTHERS["all biases"]
+    whole = Transformer(ModelConfig(**shape), VOCAB)
+    whole.initialize(0)
+    weights = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    if adapters is not None:
+        lora.attach(whole, adapters, 0)
+    mesh, base = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2]), "float32"
+    expected = {name.replace(".base.", "."): tensor for name, tensor in whole.state_dict().items()}
+    for rank in range(mesh.devices):
+        own = fsdp.OwnParts(mesh, rank, dora=adapters is not None and adapters.dora)
+        model = on_meta(ModelConfig(**shape), VOCAB)
+        for name, weight in weights.items():
+            own.take(model, name, weight, "float32", base if adapters is None else adapters.frozen_dtype)
+        assert all(one.is_meta for one in model.state_dict().values())
+        assert own._parts.keys() == {name for name in expected if "lora_" not in name}
+        for name, kept in own._parts.items():
+            assert torch.equal(kept, own._cut(name, expected[name], ("tp", "dp_shard"))), (rank, name)
 
 
 # --- runs and their checkpoints --------------------------------------------------------------------------------------

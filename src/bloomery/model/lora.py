@@ -35,11 +35,12 @@ class LoRALinear(nn.Module):
     def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
-        device = base.weight.device
+        numbers = not base.weight.is_meta  # a frozen matrix may have a shape alone, and is filled later
+        device = base.weight.device if numbers else "cpu"
         self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=device))
-        lengths = nn.Parameter(_lengths(base.dense(torch.float32))) if settings.dora else None
-        self.register_parameter("magnitude", lengths)
+        lengths = _lengths(base.dense(torch.float32)) if numbers and settings.dora else torch.zeros(base.num_rows)
+        self.register_parameter("magnitude", nn.Parameter(lengths) if settings.dora else None)
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
         self.whole_rows: Callable[[Tensor], Tensor] | None = None

@@ -287,7 +287,7 @@ def frozen_weight(weight: Float[Tensor, "R D"], base: Base | Literal["int4"]) ->
 
 def kept_bytes(module: nn.Module) -> int:
     """Bytes of all that a module keeps: weights, codes, scales. A tied weight counts once."""
-    seen = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in _tensors(module) if tensor.numel()}
+    seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in _tensors(module)}
     return sum(seen.values())
 
 

@@ -27,6 +27,7 @@ from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import quantize
+from bloomery.model.config import Base
 from bloomery.model.quantize import NF4, QuantizedLinear
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
@@ -34,6 +35,7 @@ from bloomery.train.config import Mesh
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.mesh import check_model, cut
 from bloomery.train.sharding_rules import placement
+from bloomery.weights.opened import put_weight
 
 import torch
 from torch import Tensor, nn
@@ -236,13 +238,14 @@ def shard(
     *,
     dtype: torch.dtype | None = None,
     spread: bool = False,
+    own: "OwnParts | None" = None,
 ) -> None:
     """
     Leave on each rank its part of every weight, where it computes, by RULES of train/sharding_rules.py. All ranks begin
     with the same whole weights. With `spread`, only the first rank has weights, and hands them out one by one; those of
-    other ranks may be on the meta device. `mesh` is by default one of dp_shard alone; `devices` are its ranks, where
-    they have met already. `dtype` is that of gathered weights, by default `gathered_dtype`. Codes and their scales are
-    gathered as they are.
+    other ranks may be on the meta device. `own` has the weights that this rank has read. `mesh` is by default one of
+    dp_shard alone; `devices` are its ranks, where they have met already. `dtype` is that of gathered weights, by
+    default `gathered_dtype`. Codes and their scales are gathered as they are.
 
     Raises ConfigError for a model that the mesh cannot cut, and ValueError for a weight that fits no rule.
     """
@@ -250,7 +253,7 @@ def shard(
     devices = devices or device_mesh(mesh, kind.type)
     _keep_as_parameters(model)
     check_model(model, mesh)
-    full = {name: weight.detach() for name, weight in model.named_parameters()} if spread and world.is_first else None
+    full = {name: weight.detach() for name, weight in model.named_parameters()} if spread else {}
     where = {name: placement(name, weight.shape, mesh) for name, weight in model.named_parameters()}
     if spread:
         _without_numbers(model)
@@ -284,7 +287,65 @@ def shard(
             model.get_buffer(name).copy_(buffer)
         for module in tables:
             module.pairs = quantize.pairs(kind)
-        take(model, full)
+        if own is None:
+            take(model, full if world.is_first else None)
+        else:
+            own.fill(model, full)
+
+
+class OwnParts:
+    """
+    Of weights that are read one by one, the parts of this rank: beyond them it holds one whole tensor. A matrix that
+    is to be frozen takes its format after its rows are cut, so that each rank quantizes only its own.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, *, dora: bool = False) -> None:
+        self._mesh, self._dora = mesh, dora
+        self._numbers = {"tp": rank % mesh.tp, "dp_shard": rank // mesh.tp % mesh.dp_shard}
+        self._parts: dict[str, Tensor] = {}
+
+    def take(self, model: Transformer, name: str, weight: Tensor, kept_as: str, base: Base) -> None:
+        """Keep the part of a weight, and leave its shape in the model. See `TakeWeight`."""
+        put_weight(model, name, weight, kept_as, "meta", base)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf != "weight" or not isinstance(module, QuantizedLinear):
+            form = module.bias if isinstance(module, QuantizedLinear) else model.get_parameter(name)
+            assert form is not None
+            self._parts[name] = self._cut(name, weight, ("tp", "dp_shard")).to(form.dtype, copy=True)
+            return
+        where = placement(name, weight.shape, self._mesh)
+        by_rows = tuple(axis for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)) if dim == 0)
+        frozen = quantize.frozen_weight(self._cut(name, weight, by_rows), base)
+        kept = {leaf: tensor for leaf, tensor in frozen.state_dict().items() if tensor is not None}
+        if self._dora:
+            kept["magnitude"] = torch.linalg.vector_norm(frozen.dense(torch.float32), dim=1)
+        for leaf, tensor in kept.items():
+            rest = tuple(axis for axis in ("tp", "dp_shard") if axis not in by_rows)
+            self._parts[f"{path}.{leaf}"] = self._cut(f"{path}.{leaf}", tensor, rest).clone()
+
+    def _cut(self, name: str, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        where = placement(name, tensor.shape, self._mesh)
+        for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)):
+            if axis in axes and dim is not None:
+                tensor = _piece(tensor, dim, self._mesh.sizes[axis], self._numbers[axis])
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, model: Transformer, others: Mapping[str, Tensor]) -> None:
+        """Give a sharded model its parts, and those of `others`, which are whole: adapters, tables with more rows."""
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor)
+            known = self._parts.pop(name.replace(".base.", "."), None)
+            weight.to_local().copy_(part_like(weight, others[name]) if known is None else known)
+
+
+def _piece(tensor: Tensor, dim: int, count: int, number: int) -> Tensor:
+    """A view of one of `count` pieces along a dim, as torch.chunk cuts it; the last pieces may be empty."""
+    size = tensor.shape[dim]
+    height = -(-size // count)
+    first = min(number * height, size)
+    return tensor.narrow(dim, first, min(height, size - first))
 
 
 def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
@@ -361,10 +422,7 @@ def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
     for axis in range(mesh.ndim - 1, -1, -1):
         placed, count, number = tensor.placements[axis], mesh.size(axis), mesh.get_local_rank(axis)
         if isinstance(placed, Shard | _StridedShard):
-            size = full_tensor.shape[placed.dim]
-            height = -(-size // count)
-            first = min(number * height, size)
-            full_tensor = full_tensor.narrow(placed.dim, first, min(height, size - first))
+            full_tensor = _piece(full_tensor, placed.dim, count, number)
     return full_tensor
 
 

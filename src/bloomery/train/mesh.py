@@ -5,7 +5,7 @@ Between modules, tensors are plain and whole on each device of tp, but for the o
 DTensors, which FSDP2 cuts further (train/fsdp.py). While a module computes, it has the plain parts of its weights, so
 the code of the model, its kernels and its quantized matrices are those of one device:
 
-    column   y = x Wᵀ of some outputs      the gradient of x is summed over tp
+    column   y = x Wᵀ of some outputs      the gradient of x, which all of a layer share, is summed over tp
     row      y = Σ x Wᵀ over tp            each device has some of the inputs, the first adds the bias
     heads    of some heads                 the gradient of a vector that heads share is summed over tp
 
@@ -57,7 +57,7 @@ def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
                 tensor = distribute_tensor(weight.detach(), devices, [layout], src_data_rank=None)
                 cuts[weight] = nn.Parameter(tensor, requires_grad=weight.requires_grad)
             module._parameters[name] = cuts[weight]
-    inside: set[nn.Module] = set()
+    inside, layers = set[nn.Module](), set[str]()
     for path, module in model.named_modules():
         whole = isinstance(module, LoRALinear)  # it reads the weights of its base
         owned = [] if module in inside else list(module.named_parameters(recurse=whole))
@@ -67,6 +67,7 @@ def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
             matrix = next((kinds[name] for name, weight in owned if weight.dim() == 2), next(iter(kinds.values())))
             held = [_Held.of(module, name, kinds[name], matrix, devices) for name in kinds]
             module.__dict__["forward"] = partial(_computed, module.forward, matrix, held, devices)
+            layers |= {path.rpartition(".")[0]} if matrix == "column" else set()
         if isinstance(module, Attention):
             module.num_heads, module.num_kv_heads = module.num_heads // mesh.tp, module.num_kv_heads // mesh.tp
         if isinstance(module, QuantizedLinear):
@@ -77,6 +78,9 @@ def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
             module.__dict__["times_back"] = partial(_times_back, module.times_back, own)
         if isinstance(module, LoRALinear) and matrix == "row":
             module.whole_rows = partial(_summed, devices=devices)
+    for path in sorted(layers):
+        layer = model.get_submodule(path)
+        layer.__dict__["forward"] = partial(_entered, layer.forward, devices)
 
 
 class _Held(NamedTuple):
@@ -107,11 +111,16 @@ def _computed(plain: Any, kind: ShardingKind, held: list[_Held], devices: Device
         output = plain(DTensor.from_local(x, devices, [Replicate()], run_check=False))
         whole: Tensor = output.redistribute(placements=[Replicate()]).to_local()
         return whole if x.is_floating_point() else whole.clone()  # FSDP2 wants no view of what a unit puts out
-    if kind == "column":
-        x = DTensor.from_local(x, devices, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     with _as_parts(held):
         y: Tensor = plain(x, *rest)
     return _summed(y, devices) if kind == "row" else y
+
+
+def _entered(plain: Any, devices: DeviceMesh, x: Tensor, *rest: Any) -> Tensor:
+    """What a layer computes of an input whose gradient has a summand on each device."""
+    x = DTensor.from_local(x, devices, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    y: Tensor = plain(x, *rest)
+    return y
 
 
 def _times_back(plain: Any, held: list[_Held], grad: Tensor) -> Tensor:

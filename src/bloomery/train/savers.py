@@ -14,8 +14,7 @@ from bloomery.train.checkpointing import Write
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass
@@ -75,15 +74,11 @@ class AdapterSaver:
         names, twin = lora.weights(self.model).keys(), self._twin()
         with world.alike():
             if world.is_first:
-                for name in names:
-                    path, _, leaf = name.rpartition(".")
-                    empty = nn.Parameter(torch.empty_like(twin.get_parameter(name), device="cpu"))
-                    twin.get_submodule(path).register_parameter(leaf, empty)
                 hf.fill_adapters(twin, folder, self.lineage)
         fsdp.take(self.model, lora.weights(twin) if world.is_first else None, names)
 
     def _twin(self) -> Transformer:
-        """A model of the same names and whole shapes, without numbers."""
+        """A model of the same names and whole shapes, whose adapters alone have numbers."""
         twin = on_meta(self.model.config, self.model.vocab_size)
         lora.attach(twin, self.settings, 0)
         return twin

@@ -125,6 +125,11 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             HEADS_APART,
             "Leave out hellaswag, or say mesh.tp=1.",
         ),
+        (
+            'lora.base_dtype="nf4_double"' if lora and lora.base_dtype == "nf4_double" else "",
+            "its scales have scales that reach over rows",
+            'Say lora.base_dtype="nf4".',
+        ),
         ("lora.dropout" if cuts and lora and lora.dropout else "", DROPS_OTHERS, "Say lora.dropout=0, or mesh.tp=1."),
         ('compile="on"' if cuts and config.compile == "on" else "", WRITTEN_OUT, 'Say compile="off", or mesh.tp=1.'),
     ):
