@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 3_790,
     "weights": 5_940,
-    "train": 9_360,
+    "train": 9_640,
     "generate": 1_720,
     "evaluation": 4_760,
     "serve": 3_500,

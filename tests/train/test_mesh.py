@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.metrics import Norms
 from bloomery.train.optim import Optimizers
+from bloomery.train.plan.memory import of_memory
+from bloomery.train.plan.sharding import ShardingRequest, sharded
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights import checkpoint, hf
@@ -28,6 +31,7 @@ from tests.tokenizer.made import small
 from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, processor, session, stopped, write_samples
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = {
     "hidden_size": 128,
@@ -117,6 +121,54 @@ def learned(model: Transformer, other: str, world: World) -> dict[str, Any]:
     return told
 
 
+class Received(TorchDispatchMode):
+    """Bytes that this rank receives by ring algorithms, by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "_allgather_base_" in name:
+            self.bytes["all-gather"] += args[0].nbytes - args[1].nbytes
+        elif "_reduce_scatter_base_" in name:
+            self.bytes["reduce-scatter"] += args[1].nbytes - args[0].nbytes
+        elif "c10d.allreduce_" in name:
+            self._reduced(args[0][0].nbytes, torch.distributed.ProcessGroup.unbox(args[1]).size())
+        elif "_c10d_functional.all_reduce" in name:
+            self._reduced(args[0].nbytes, torch.distributed.distributed_c10d._resolve_process_group(args[2]).size())
+        else:
+            assert "allgather" not in name, name
+            assert "reduce_scatter" not in name, name
+        return func(*args, **(kwargs or {}))
+
+    def _reduced(self, size: int, count: int) -> None:
+        self.bytes["all-reduce"] += 2 * size * (count - 1) / count
+
+
+def received(model: Transformer, world: World) -> dict[str, float]:
+    """By a rank in the gradients of a step whose tokens all count."""
+    whole = batch()
+    with Received() as bytes_by_collective:
+        accumulate_gradients(model, replace(whole, targets=whole.ids), 2, on_cpu(), world=world)
+    model.zero_grad()
+    return bytes_by_collective.bytes
+
+
+def planned(method: str, mesh: Mesh) -> dict[str, float]:
+    """What the plan says of it."""
+    model = ModelConfig(**SHAPE | {"context_length": T})
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "optimizer": AdamW(), "rows_per_step": ROWS, "rows": 2}
+    ask = ShardingRequest(
+        model=model, mesh=mesh, lora=METHODS[method], activation_checkpointing="none", matmul_bytes=4, **sizes
+    )
+    by_collective = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
+    for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:
+        by_collective[traffic.collective] += traffic.num_bytes
+    return by_collective
+
+
 def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     """What each rank does."""
     torch.set_num_threads(1)
@@ -126,6 +178,8 @@ def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         model = made(method, other)
         fsdp.shard(model, world, processor(), mesh)
         told = learned(model, other, world)
+        if not other:
+            told["received"] = received(model, world)
         told["held"] = world.gather(sum(fsdp.local(one).nbytes for one in model.parameters()))
         found[f"{method} {other} {axes}"] = told
     return found
@@ -145,6 +199,9 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
         assert expected["losses"][-1] < expected["losses"][0] - 0.001
         for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):
             assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
+        if not other:
+            mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
+            assert told["received"] == pytest.approx(planned(method, mesh), rel=0.02, abs=1000), (method, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * size  # tp does not cut norms and some adapters
 
 

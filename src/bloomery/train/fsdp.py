@@ -277,6 +277,9 @@ def shard(
         for module in sharded if isinstance(sharded, list) else [sharded]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
+        first: Any = model.blocks[0]
+        first.set_modules_to_backward_prefetch([first])
     for method in ("extend", "logits"):
         register_fsdp_forward_method(model, method)
     if spread:
