@@ -80,7 +80,7 @@ def test_one_rate_on_the_command_line_changes_nothing_else(tmp_path: Path) -> No
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.name))
 def test_the_commands_above_a_recipe_have_the_sections_that_they_need(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    verb = "plan" if "[finetune.mesh]" in text else "run"  # a run refuses a mesh
+    verb = "plan" if "[finetune.mesh]" in text else "run"  # nobody has the machine
     found = re.findall(rf"^# +bloomery {verb} recipes/{path.name}(?: --until (\w+))?", text, re.MULTILINE)
     assert found
     assert verb == "run" or "bloomery run recipes" not in text

@@ -547,7 +547,7 @@ def plan(options: argparse.Namespace) -> int:
     if mesh := stages_plan.mesh_plan(recipe, wish, options.html):
         text = stages_plan.mesh_lines(mesh, [*words, *options.settings, *wish.words()], options.html)
         print(json.dumps(stages_plan.mesh_facts(recipe.name, mesh)) if options.json else "\n".join(text))
-        return 2  # a run refuses it
+        return 0 if mesh.fits else 2
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
     text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
     runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]

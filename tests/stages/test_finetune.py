@@ -9,13 +9,16 @@ from bloomery.core.chat import Message
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
+from bloomery.stages import finetune
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train.config import Mesh
 from bloomery.weights import export, hf, locate
 from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.stages.test_imported import written
 from tests.tokenizer.made import small
+from tests.train.made import lines
 
 import torch
 
@@ -72,6 +75,25 @@ def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_p
     with torch.no_grad():
         assert torch.equal(again.model(ids), loaded.model(ids))
     assert not torch.equal(again.model(ids), hf.load(folders["pretrain"] / "model").model(ids))
+
+
+@pytest.mark.slow
+def test_adapters_on_an_nf4_base_over_a_mesh_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """Each rank keeps only its part of what it reads."""
+    settings = ["finetune.dry_run=false", "finetune.log_every=1", 'finetune.device="cpu"']
+    recipe = config.load(Recipe, recipe_of(tmp_path / "theirs"), settings)
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    pipeline.execute(plans, until="finetune")
+    folders = {plan.stage.name: plan.folder for plan in plans}
+    assert recipe.finetune is not None
+    over = recipe.finetune.model_copy(update={"mesh": Mesh(dp_shard=2), "num_processes": 2})
+    told = finetune.run(over, {name: folders[name] for name in ("instruct", "pretrain")}, tmp_path / "mesh")
+    alone = pipeline.read_manifest(folders["finetune"])["stats"]
+    for name in ("trained_parameters", "model_bytes", "supervised_tokens", "steps"):
+        assert told[name] == alone[name], name
+    assert told["validation_loss"] == pytest.approx(alone["validation_loss"], abs=2e-5)
+    losses = [[line["loss"] for line in lines(out, "loss")] for out in (folders["finetune"], tmp_path / "mesh")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_recipe_gives_its_tokenizer_the_tokens_of_its_template_unless_it_names_others(tmp_path: Path) -> None:

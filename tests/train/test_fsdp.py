@@ -1,7 +1,6 @@
 """Models whose weights lie in parts on several ranks: what they learn is what one rank learns."""
 
 import errno
-import itertools
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch, step
-from bloomery.train.config import Training
+from bloomery.train.config import Mesh, Training
 from bloomery.train.metrics import Norms
 from bloomery.train.plan.memory import check_shard
 from bloomery.train.preference.config import Prefer
@@ -60,18 +59,18 @@ ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_weight_is_of_exactly_one_rule(shape: Any) -> None:
+def test_every_block_is_a_unit_and_so_are_the_ends_of_a_model_without_a_tied_head(shape: Any) -> None:
     model = lively(shape)
-    found = fsdp.groups(model)
-    assert sorted(itertools.chain(*found.values())) == sorted(name for name, _ in model.named_parameters())
-    assert set(found) == {"", *(f"blocks.{number}" for number in range(len(model.blocks)))}
+    found = fsdp.units(model, Mesh(dp_shard=2))
+    ends = set() if model.config.tie_embeddings else {"embed", "head"}
+    assert set(found) == {*ends, *(f"blocks.{number}" for number in range(len(model.blocks)))}
 
 
 def test_a_weight_that_no_rule_knows_is_named() -> None:
     model = lively(SHAPES[0])
     model.adapter = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"adapter\.weight is of 0 rules"):
-        fsdp.groups(model)
+    with pytest.raises(ValueError, match=r"adapter\.weight fits 0 rows"):
+        fsdp.units(model, Mesh(dp_shard=2))
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,92 @@
 """A model over a mesh learns what it learns on one device."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bloomery.core.errors import ConfigError
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
-from bloomery.model.transformer import Transformer
-from bloomery.train import launch
-from bloomery.train.config import Mesh
-from bloomery.train.mesh import AXES, check_model, gradient_norm, parallelize
+from bloomery.model.transformer import Transformer, on_meta
+from bloomery.shards.loader import IGNORE, Batch
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train import fsdp, launch
+from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
+from bloomery.train.mesh import check_model
+from bloomery.train.metrics import Norms
+from bloomery.train.optim import Optimizers
+from bloomery.train.plan.memory import of_memory
+from bloomery.train.plan.sharding import ShardingRequest, sharded
+from bloomery.train.savers import AdapterSaver, FullModelSaver
+from bloomery.train.step import accumulate_gradients, clipping, gradients
+from bloomery.weights import checkpoint, hf
+from bloomery.weights.hf import BaseModel, ModelLanguage
+from tests.tokenizer.made import small
+from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, processor, session, stopped, write_samples
 
 import torch
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-SHAPE = ModelConfig(
-    hidden_size=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    intermediate_size=128,
-    context_length=32,
-    tie_embeddings=False,
-)
-VOCAB, ROWS, STEPS = 96, 8, 5
-MESHES = ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4))
-WAYS: dict[str, Lora | None] = {
+SHAPE = {
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "context_length": 32,
+    "tie_embeddings": False,
+}
+VOCAB, ROWS, STEPS, T = 97, 16, 5, 8
+MESHES = {
+    4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
+    8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
+}
+METHODS: dict[str, Lora | None] = {
     "full": None,
     "LoRA": Lora(rank=4, base_dtype="float32"),
-    "LoRA, int8": Lora(rank=4, base_dtype="int8"),
+    "NF4": Lora(rank=4, base_dtype="nf4"),
     "DoRA, NF4": Lora(rank=4, base_dtype="nf4", dora=True),
+    "DoRA, int8": Lora(rank=4, base_dtype="int8", dora=True),
+    "bfloat16": Lora(rank=4, base_dtype="bfloat16"),
 }
-CASES = [
-    *((way, axes) for way in ("full", "LoRA") for axes in MESHES),
-    ("LoRA, int8", (1, 2, 2)),
-    ("DoRA, NF4", (1, 4, 1)),
-]
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True},
+    "norms that heads share": {"qk_norm": True},
+    "pairs of heads": {"attention": "differential"},
+    "all biases": {"biases": "all", "norm": "layernorm", "mlp": "gelu", "position_embedding": "learned"},
+}
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": AdamW(learning_rate=1e-3, weight_decay=0.1),
+    "muon": Muon(muon_lr=1e-3, learning_rate=1e-3),
+    "lion": Lion(learning_rate=1e-5),
+    "ademamix": AdEMAMix(learning_rate=1e-3, ramp_steps=5),
+}
+Case = tuple[str, str, tuple[int, int, int]]
+"""Method, what of the shape is another, and mesh."""
 
 
-def made(adapters: Lora | None) -> Transformer:
-    model = Transformer(SHAPE, VOCAB)
+def cases(ranks: int) -> list[Case]:
+    three: list[Case] = [(method, "", axes) for method in ("full", "LoRA", "NF4") for axes in MESHES[ranks]]
+    if ranks == 8:
+        return three
+    more: list[Case] = [("full", other, axes) for other in OTHERS for axes in ((1, 2, 2), (1, 1, 4))]
+    more += [("full", optimizer, (1, 2, 2)) for optimizer in ("muon", "lion", "ademamix")]
+    adapted: list[Case] = [(method, "", (1, 2, 2)) for method in METHODS if method not in ("full", "LoRA", "NF4")]
+    one: list[Case] = [("DoRA, NF4", "all biases", (1, 2, 2)), ("LoRA", "tied", (2, 2, 1)), ("full", "tied", (1, 4, 1))]
+    return [*three, *[case for case in more if case != ("full", "pairs of heads", (1, 1, 4))], *adapted, *one]
+
+
+def made(method: str, other: str) -> Transformer:
+    model = Transformer(ModelConfig(**SHAPE | OTHERS.get(other, {})), VOCAB)
     model.initialize(0)
-    if adapters is not None:
+    if (adapters := METHODS[method]) is not None:
         lora.attach(model, adapters, 0)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -55,69 +96,228 @@ def made(adapters: Lora | None) -> Transformer:
     return model
 
 
-def learned(model: Transformer, part: slice, world: World) -> dict[str, list[float]]:
-    """Losses and gradient norms of steps of AdamW. Each device has some of the rows."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, foreach=False)
-    told: dict[str, list[float]] = {"losses": [], "norms": []}
-    ids = torch.randint(0, VOCAB, (ROWS, 33), generator=torch.Generator().manual_seed(0))[part]
-    for _ in range(STEPS):
-        logits = model.logits(model(ids[:, :-1]))
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / (ROWS * 32)
-        torch.autograd.backward(loss)
-        told["norms"].append(gradient_norm(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        told["losses"].append(float(world.sum(loss.detach().clone())))
+def batch() -> Batch:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (ROWS, T + 1))
+    targets = np.where(rng.random((ROWS, T)) < 0.8, ids[:, 1:], IGNORE)
+    places = np.arange(T)[None].repeat(ROWS, 0)
+    return Batch(ids[:, :-1], targets, places, np.zeros_like(places), np.arange(ROWS))
+
+
+def learned(model: Transformer, other: str, world: World) -> dict[str, Any]:
+    """Losses, gradient norms and norms of changes of clipped steps, of two sequences at once."""
+    optimizer = OPTIMIZERS.get(other, OPTIMIZERS["adamw"])
+    optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=STEPS)
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(1, STEPS + 1):
+        told["losses"].append(accumulate_gradients(model, batch(), 2, on_cpu(), world=world).loss)
+        norm = fsdp.gradient_norm(gradients(model))
+        told["norms"].append(float(norm))
+        norms.before_update(step)
+        optimizers.step(clipping(0.1, norm), step)
+        norms.after_update()
+        optimizers.zero_grad()
+    told["changes"] = [norms.latest["weight_norm"], norms.latest["update_norm"]]
     return told
+
+
+class Received(TorchDispatchMode):
+    """Bytes that this rank receives by ring algorithms, by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "_allgather_base_" in name:
+            self.bytes["all-gather"] += args[0].nbytes - args[1].nbytes
+        elif "_reduce_scatter_base_" in name:
+            self.bytes["reduce-scatter"] += args[1].nbytes - args[0].nbytes
+        elif "c10d.allreduce_" in name:
+            self._reduced(args[0][0].nbytes, torch.distributed.ProcessGroup.unbox(args[1]).size())
+        elif "_c10d_functional.all_reduce" in name:
+            self._reduced(args[0].nbytes, torch.distributed.distributed_c10d._resolve_process_group(args[2]).size())
+        else:
+            assert "allgather" not in name, name
+            assert "reduce_scatter" not in name, name
+        return func(*args, **(kwargs or {}))
+
+    def _reduced(self, size: int, count: int) -> None:
+        self.bytes["all-reduce"] += 2 * size * (count - 1) / count
+
+
+def received(model: Transformer, world: World) -> dict[str, float]:
+    """By a rank in the gradients of a step whose tokens all count."""
+    whole = batch()
+    with Received() as bytes_by_collective:
+        accumulate_gradients(model, replace(whole, targets=whole.ids), 2, on_cpu(), world=world)
+    model.zero_grad()
+    return bytes_by_collective.bytes
+
+
+def planned(method: str, mesh: Mesh) -> dict[str, float]:
+    """What the plan says of it."""
+    model = ModelConfig(**SHAPE | {"context_length": T})
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "optimizer": AdamW(), "rows_per_step": ROWS, "rows": 2}
+    ask = ShardingRequest(
+        model=model, mesh=mesh, lora=METHODS[method], activation_checkpointing="none", matmul_bytes=4, **sizes
+    )
+    by_collective = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
+    for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:
+        by_collective[traffic.collective] += traffic.num_bytes
+    return by_collective
 
 
 def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     """What each rank does."""
+    torch.set_num_threads(1)
     found = {}
-    for way, axes in CASES:
-        mesh = Mesh(preset="gpt2-124m", **dict(zip(AXES, axes, strict=True)))
-        model = made(WAYS[way])
-        parallelize(model, mesh, init_device_mesh("cpu", axes, mesh_dim_names=AXES))
-        groups, group = axes[0] * axes[1], world.rank // axes[2]
-        rows = ROWS // groups
-        told = learned(model, slice(group * rows, (group + 1) * rows), world)
-        told["losses"] = [loss / axes[2] for loss in told["losses"]]
-        held = sum(one.to_local().nbytes for one in model.parameters())  # type: ignore[attr-defined]
-        found[f"{way} {axes}"] = {**told, "held": world.gather(held)}
+    for method, other, axes in cases(world.size):
+        mesh = Mesh(**dict(zip(("dp_replicate", "dp_shard", "tp"), axes, strict=True)))
+        model = made(method, other)
+        fsdp.shard(model, world, processor(), mesh)
+        told = learned(model, other, world)
+        if not other:
+            told["received"] = received(model, world)
+        told["held"] = world.gather(sum(fsdp.local(one).nbytes for one in model.parameters()))
+        found[f"{method} {other} {axes}"] = told
     return found
 
 
 @pytest.mark.slow
-def test_four_devices_learn_what_one_learns_on_every_mesh() -> None:
-    found = launch.run("tests.train.test_mesh:over_meshes", {}, 4)
-    for way, axes in CASES:
-        model = made(WAYS[way])
-        whole = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-        alone, told = learned(model, slice(0, ROWS), World.alone()), found[f"{way} {axes}"]
-        assert alone["losses"][-1] < alone["losses"][0] - 0.01
-        assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6), (way, axes)
-        assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6), (way, axes)
-        assert max(told["held"]) * axes[1] * axes[2] < 1.25 * whole  # tp does not cut norms and some adapters
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
+    found, alone = launch.run("tests.train.test_mesh:over_meshes", {}, ranks), dict[tuple[str, str], Any]()
+    for method, other, axes in cases(ranks):
+        told = found[f"{method} {other} {axes}"]
+        if (method, other) not in alone:
+            model = made(method, other)
+            size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+            alone[method, other] = learned(model, other, World.alone()), size
+        expected, size = alone[method, other]
+        assert expected["losses"][-1] < expected["losses"][0] - 0.001
+        for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):
+            assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
+        if not other:
+            mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
+            assert told["received"] == pytest.approx(planned(method, mesh), rel=0.02, abs=1000), (method, axes)
+        assert max(told["held"]) * axes[1] * axes[2] < 1.25 * size  # tp does not cut norms and some adapters
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "told"),
+    ("adapters", "mesh", "told"),
     [
-        ({"tie_embeddings": True}, 1, "a tied head is in two units"),
-        ({"position_embedding": "alibi"}, 2, "ALiBi counts all heads"),
-        ({"qk_norm": True}, 2, "vectors that heads share"),
-        ({}, 3, "num_heads is 8, and tp=3 does not divide it"),
+        (Lora(base_dtype="nf4_double"), Mesh(dp_shard=2), "scales of scales"),
+        (Lora(base_dtype="nf4"), Mesh(tp=3), "num_heads is 8, and tp=3 does not divide it"),
+        (Lora(base_dtype="nf4"), Mesh(dp_shard=4, tp=2), "scales has 2 numbers along dim 1, and dp_shard=4"),
     ],
 )
-def test_a_model_that_a_mesh_cannot_train_is_refused_by_name(changes: dict[str, Any], tp: int, told: str) -> None:
-    model = Transformer(ModelConfig(**(SHAPE.model_dump() | changes)), VOCAB)
+def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, mesh: Mesh, told: str) -> None:
+    model = Transformer(ModelConfig(**SHAPE), VOCAB)
+    lora.attach(model, adapters, 0)
+    fsdp._keep_as_parameters(model)
     with pytest.raises(ConfigError, match=told):
-        check_model(model, Mesh(preset="gpt2-124m", tp=tp))
+        check_model(model, mesh)
 
 
-@pytest.mark.parametrize("adapters", [Lora(base_dtype="nf4"), Lora(dora=True)])
-def test_adapters_that_tp_cannot_train_are_refused_by_name(adapters: Lora) -> None:
-    model = made(adapters)
-    check_model(model, Mesh(preset="gpt2-124m", dp_shard=4))
-    with pytest.raises(ConfigError, match="NF4 and DoRA are not cut by tp yet"):
-        check_model(model, Mesh(preset="gpt2-124m", tp=2))
+@pytest.mark.parametrize("axes", [(1, 4, 1), (2, 2, 2), (1, 1, 4), (1, 3, 1)])
+@pytest.mark.parametrize("adapters", [METHODS["DoRA, NF4"], METHODS["DoRA, int8"], METHODS["bfloat16"], None])
+def test_each_rank_keeps_of_what_it_reads_its_part_of_the_quantized_whole(
+    adapters: Lora | None, axes: tuple[int, int, int]
+) -> None:
+    shape = SHAPE | OTHERS["all biases"]
+    whole = Transformer(ModelConfig(**shape), VOCAB)
+    whole.initialize(0)
+    weights = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    if adapters is not None:
+        lora.attach(whole, adapters, 0)
+    mesh, base = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2]), "float32"
+    expected = {name.replace(".base.", "."): tensor for name, tensor in whole.state_dict().items()}
+    for rank in range(mesh.devices):
+        own = fsdp.OwnParts(mesh, rank, dora=adapters is not None and adapters.dora)
+        model = on_meta(ModelConfig(**shape), VOCAB)
+        for name, weight in weights.items():
+            own.take(model, name, weight, "float32", base if adapters is None else adapters.frozen_dtype)
+        assert all(one.is_meta for one in model.state_dict().values())
+        assert own._parts.keys() == {name for name in expected if "lora_" not in name}
+        for name, kept in own._parts.items():
+            assert torch.equal(kept, own._cut(name, expected[name], ("tp", "dp_shard"))), (rank, name)
+
+
+# --- runs and their checkpoints --------------------------------------------------------------------------------------
+
+NARROW = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=T, qk_norm=True
+)
+CHAIN = ((2, 2, 2), (1, 4, 1), (1, 1, 2), (1, 1, 1))
+ADAPTED = Lora(rank=2, base_dtype="int8", dora=True)
+RUN: dict[str, Any] = {
+    "steps": 5,
+    "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+    "eval_every": 4,
+    "grad_stats_every": 2,
+    "keep_last": 20,
+    "micro_batch_tokens": T,
+}
+
+
+def trained(folder: Path, axes: tuple[int, int, int], out: str, world: World) -> None:
+    """A run in full and one of adapters, over a mesh, from their newest checkpoints. The first rank has weights."""
+    mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), axes, strict=True))
+    for method in ("full", "adapters"):
+        with torch.device("cpu" if world.is_first else "meta"):
+            model = Transformer(NARROW, small().vocab_size)
+        if world.is_first:
+            model.initialize(5)
+        run = session(folder / "shards", folder / out / method, world, mesh=mesh, **RUN)
+        run.model, run.model_saver = model, FullModelSaver(model, Renderer(small()), LINEAGE)
+        if method == "adapters":
+            lora.attach(model, ADAPTED, 0)
+            base = BaseModel(folder / "base", hf.digest(folder / "base"))
+            run.model_saver = AdapterSaver(model, ModelLanguage.ours(Renderer(small())), ADAPTED, base, LINEAGE)
+            run.from_scratch = False
+        run.run()
+
+
+def go_on(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Runs over a mesh; where there was none before, once more from a step on the way."""
+    torch.set_num_threads(1)
+    folder, axes = Path(task["folder"]), tuple(task["axes"])
+    trained(folder, axes, task["out"], world)
+    if task["again"]:
+        if world.is_first:
+            for method in ("full", "adapters"):
+                stopped(folder / task["out"] / method, folder / "again" / method, 2)
+        world.barrier()
+        trained(folder, axes, "again", world)
+    return {}
+
+
+@pytest.mark.slow
+def test_runs_go_on_from_mesh_to_mesh_and_bit_for_bit_on_the_same(tmp_path: Path) -> None:
+    write_samples(tmp_path / "shards")
+    model = Transformer(NARROW, small().vocab_size)
+    model.initialize(5)
+    hf.save(tmp_path / "base", model, Renderer(small()), LINEAGE)
+    trained(tmp_path, (1, 1, 1), "alone", World.alone())
+    for number, axes in enumerate(CHAIN):
+        ranks, task = int(np.prod(axes)), {"folder": str(tmp_path), "axes": axes, "out": str(number)}
+        if number:
+            for method in ("full", "adapters"):
+                stopped(tmp_path / str(number - 1) / method, tmp_path / str(number) / method, number)
+        task["again"] = not number
+        go_on(task, World.alone()) if ranks == 1 else launch.run("tests.train.test_mesh:go_on", task, ranks)
+        for method in ("full", "adapters"):
+            alone, other = tmp_path / "alone" / method, tmp_path / str(number) / method
+            assert newest_state(other)["samples"] == newest_state(alone)["samples"]
+            for name, allowed in (("loss", 1e-6), ("validation_loss", 2e-5), ("gradient_norm", 2e-5)):
+                told, expected = ([line[name] for line in lines(out, name)] for out in (other, alone))
+                assert told == pytest.approx(expected, abs=allowed), (axes, method, name)
+                assert len(told) == len(expected)
+    first, again = tmp_path / "0", tmp_path / "again"
+    for method in ("full", "adapters"):
+        newest = checkpoint.folders(first / method / "checkpoints")[-1]
+        assert content(newest) == content(again / method / "checkpoints" / newest.name)
+        environment = json.loads((newest / "environment.json").read_text())
+        assert environment["parallelism"] == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

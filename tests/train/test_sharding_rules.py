@@ -146,6 +146,10 @@ def test_heads_inner_width_and_columns_that_do_not_divide_are_refused_by_name() 
         check_mesh(ModelConfig(**SMALL | {"attention": "differential"}), over(tp=2))
     with pytest.raises(ConfigError, match="norm over all heads"):
         check_mesh(ModelConfig(**SMALL | {"qk_norm": True, "qk_norm_over": "width"}), over(tp=2))
+    with pytest.raises(ConfigError, match="position_embedding='alibi' counts all heads"):
+        check_mesh(ModelConfig(**SMALL | {"position_embedding": "alibi"}), over(tp=2))
+    with pytest.raises(ConfigError, match="normalize_head=true scales the whole table"):
+        check_mesh(ModelConfig(**SMALL | {"normalize_head": True, "tie_embeddings": False}), over(tp=2))
     with pytest.raises(ConfigError, match="scales of scales"):
         check_mesh(config, over(dp_shard=2), "nf4_double")
     with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.up\.weight has 64 numbers along dim 1, and dp_shard=3"):

@@ -5,7 +5,7 @@ Letters used for shapes: R outputs, D inputs, r rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from jaxtyping import Float
@@ -35,13 +35,16 @@ class LoRALinear(nn.Module):
     def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
-        device = base.weight.device
+        numbers = not base.weight.is_meta  # a frozen matrix may have a shape alone, and is filled later
+        device = base.weight.device if numbers else "cpu"
         self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=device))
-        lengths = nn.Parameter(_lengths(base.dense(torch.float32))) if settings.dora else None
-        self.register_parameter("magnitude", lengths)
+        lengths = _lengths(base.dense(torch.float32)) if numbers and settings.dora else torch.zeros(base.num_rows)
+        self.register_parameter("magnitude", nn.Parameter(lengths) if settings.dora else None)
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
+        self.whole_rows: Callable[[Tensor], Tensor] | None = None
+        """Where a device has some of the inputs: makes the squared lengths of whole rows of those of their parts."""
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
         if not self.is_on:
@@ -61,6 +64,8 @@ class LoRALinear(nn.Module):
             lengths = _lengths(
                 self.base.dense(torch.float32) + self.scale * (self.lora_b.float() @ self.lora_a.float())
             )
+            if self.whole_rows is not None:
+                lengths = self.whole_rows(lengths.square()).sqrt()
         assert self.magnitude is not None
         share: Tensor = self.magnitude / lengths
         return share

@@ -57,7 +57,7 @@ def numbers(device: torch.device) -> Float[Tensor, "16"]:
 
 
 @cache
-def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
+def pairs(device: torch.device) -> Float[Tensor, "256 2"]:
     """The two numbers of each byte."""
     return torch.stack([numbers(device).repeat_interleave(16), numbers(device).repeat(16)], 1)
 
@@ -65,7 +65,7 @@ def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
 def forget() -> None:
     """Clear the cached tensors above. Call it before and after work with fake tensors."""
     numbers.cache_clear()
-    _pairs.cache_clear()
+    pairs.cache_clear()
 
 
 class QuantizedLinear(nn.Module):
@@ -218,7 +218,7 @@ class NF4(QuantizedLinear):
             packed.append((codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
         self.register_buffer("weight", torch.cat(packed))
         # All layers have the same tensor. Compiled code reads a buffer, and would make another table in each call.
-        self.register_buffer("pairs", _pairs(weight.device), persistent=False)
+        self.register_buffer("pairs", pairs(weight.device), persistent=False)
 
     @property
     def _rows_at_once(self) -> int:
@@ -287,7 +287,7 @@ def frozen_weight(weight: Float[Tensor, "R D"], base: Base | Literal["int4"]) ->
 
 def kept_bytes(module: nn.Module) -> int:
     """Bytes of all that a module keeps: weights, codes, scales. A tied weight counts once."""
-    seen = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in _tensors(module) if tensor.numel()}
+    seen = {id(tensor): tensor.numel() * tensor.element_size() for tensor in _tensors(module)}
     return sum(seen.values())
 
 

@@ -19,7 +19,7 @@ from bloomery.stages import instruct
 from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
 from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Renderer, Template, special_tokens
-from bloomery.train import launch
+from bloomery.train import fsdp, launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.config import Adapters
 from bloomery.train.plan.memory import check_shard, rows_per_step
@@ -28,6 +28,7 @@ from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import BaseModel, Lineage, Loaded
+from bloomery.weights.opened import TakeWeight
 
 T = TypeVar("T", bound=Adapters)
 
@@ -43,14 +44,16 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     devices.keep_freed_memory()
     folder, start = inputs["instruct"], model_of(config, inputs)
     config = in_known_format(config, start)
-    waits = not world.is_first and check_shard(config, world.size, adapters=config.lora is not None)
-    device = "meta" if waits else "cpu"  # a rank that will hold parts hears the weights from the first
+    mesh, own = check_shard(config, world.size, adapters=config.lora is not None), None
+    if mesh is not None:  # each rank reads the parts that it will hold
+        own = fsdp.OwnParts(mesh, world.rank, dora=config.lora is not None and config.lora.dora)
+    take = None if own is None else own.take
     rows = format.read(format.names(folder, "train")[0]).index
     if config.start_from is None:
-        base = hf.load(start, device, dtype=config.weight_dtype, base=base_dtype(config))
+        base = hf.load(start, dtype=config.weight_dtype, base=base_dtype(config), take=take)
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
-        base = load(start, rows, config, device)
+        base = load(start, rows, config, take)
         renderer = base.renderer
     is_stretched = stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
@@ -61,10 +64,13 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     )
     words = replace(base.language, chat=renderer)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
+    kept: dict[str, int] = {}
     if config.lora is not None:
         below = BaseModel(start, hf.digest(start), is_stretched)
         lora.attach(base.model, config.lora, config.seed)
         model_saver = AdapterSaver(base.model, words, config.lora, below, lineage)
+        trained = sum(weight.numel() for weight in lora.weights(base.model).values())
+        kept = {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
     length = int(rows["row_tokens"]) - 1
     samples = PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True)
     stats = TrainingRun(
@@ -77,13 +83,11 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         validation=PackedDataset(folder, "val", length, base.tokenizer.hash, verify=True),
         out=out,
         world=world,
+        own=own,
         sampler=answering(renderer),
         selection=KeptWeights(config.keeps_best, config.early_stopping),
     ).run()
-    if config.lora is not None:
-        trained = sum(weight.numel() for weight in lora.weights(base.model).values())
-        stats |= {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
-    return stats
+    return stats | kept
 
 
 def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
@@ -103,7 +107,7 @@ def in_known_format(config: T, start: Path) -> T:
     return config.on_base(hf.frozen_format(start)) if config.asks_for_format else config
 
 
-def load(start: Path, rows: Mapping[str, Any], config: Finetune, device: str = "cpu") -> Loaded:
+def load(start: Path, rows: Mapping[str, Any], config: Finetune, take: TakeWeight | None = None) -> Loaded:
     """
     The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
     DataError where the rows were written in another template.
@@ -112,7 +116,7 @@ def load(start: Path, rows: Mapping[str, Any], config: Finetune, device: str = "
     lacks = template is not None and instruct.lacking(hf.language(start).tokenizer, template)
     special = special_tokens(template) if template and lacks else ()
     formats: dict[str, Any] = {"dtype": config.weight_dtype, "base": base_dtype(config)}
-    loaded = hf.load(start, device, **formats, special=special, template=template)
+    loaded = hf.load(start, **formats, special=special, template=template, take=take)
     if loaded.renderer.hash != rows["template"]:
         what = f"the rows are written in the template {rows['template'][:8]}, "
         what += f"and the model has {loaded.renderer.hash[:8]}"

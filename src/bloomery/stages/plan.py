@@ -516,20 +516,21 @@ def _stage_lines(summary: Mapping[str, Any]) -> list[str]:
     return [f"{state:<12} {', '.join(names)}{reason}" for (state, reason), names in groups.items()]
 
 
-# --- plans over a mesh, which a run refuses -------------------------------------------------------------------------
+# --- plans over a mesh ------------------------------------------------------------------------------------------------
 
-NOT_TRAINED = "This plan is arithmetic. `bloomery run` does not train over a mesh yet, and refuses this recipe."
+ARITHMETIC = "This plan is arithmetic: no device was asked."
 
 
 def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
     """
-    Of a recipe with finetune.mesh; None for any other. `html` is a file for its page. Raises ConfigError where the mesh
-    cannot cut the shape, or where there is none, and RunError where the page cannot be written.
+    Of a recipe whose finetune.mesh names a preset; None for any other. `html` is a file for its page. Raises
+    ConfigError where the mesh cannot cut the shape, or where there is none, and RunError where the page cannot be
+    written.
     """
     config = recipe.finetune
-    if config is None or config.mesh is None:
+    if config is None or config.mesh is None or config.mesh.preset is None:
         if html is not None:
-            what, hint = "it shows finetune.mesh, and the recipe has none", "Leave out --html."
+            what, hint = "it shows the preset of finetune.mesh, and the recipe has none", "Leave out --html."
             raise ConfigError(what, where="--html", hint=hint)
         return None
     ask = asked(config, recipe.instruct.sequence_length)
@@ -541,7 +542,8 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
 
 
 def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
-    return {"recipe": recipe, "fits": plan.fits, "runs": False, "why_not": NOT_TRAINED, "finetune": plan.facts()}
+    """As JSON data."""
+    return {"recipe": recipe, "fits": plan.fits, "finetune": plan.facts()}
 
 
 def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = None) -> list[str]:
@@ -553,13 +555,13 @@ def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = Non
     else:
         verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, and {usable:,.1f} GiB are usable."
         change = fix(plan)
-    text = [*plan.lines(), "", verdict, NOT_TRAINED]
+    text = [*plan.lines(), "", verdict, ARITHMETIC]
     if change is not None:
         name = change.partition("=")[0]
         text.append(f"Next: {shlex.join([*(word for word in words if not word.startswith(f'{name}=')), change])}")
     elif html is None:
         text.append(f"Next: {shlex.join([*words, '--html', 'sharding.html'])}")
-    return [wrapped(line, "" if line in (verdict, NOT_TRAINED) else "    ") for line in text]
+    return [wrapped(line, "" if line in (verdict, ARITHMETIC) else "    ") for line in text]
 
 
 DRAWN_DEVICES = 64
@@ -633,7 +635,7 @@ def write_mesh_page(plan: ShardingPlan, file: Path) -> None:
     title = f"{mesh.preset} on {mesh.devices:,} devices"
     lines = [line.strip() for line in plan.lines()[:3]]
     body = [
-        tag("header", tag("h1", title), *(tag("p", line) for line in (*lines, NOT_TRAINED))),
+        tag("header", tag("h1", title), *(tag("p", line) for line in (*lines, ARITHMETIC))),
         tag("nav", tag("ol", *contents), aria_label="Contents"),
         tag("main", *(tag("section", tag("h2", name), *made, id=key) for key, (name, made) in sections.items())),
     ]

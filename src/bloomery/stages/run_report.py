@@ -18,7 +18,6 @@ from typing import Any
 from bloomery.core import io as core_io
 from bloomery.core import pipeline, records, run_dir
 from bloomery.core.config import nested
-from bloomery.core.errors import ConfigError
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
 from bloomery.core.pipeline import Stage, StagePlan, machine, resolve, versions
@@ -28,7 +27,8 @@ from bloomery.evaluation.report import before_evaluation, render
 from bloomery.hw import launcher
 from bloomery.stages import plan as stages_plan
 from bloomery.stages import terminal
-from bloomery.train.config import Mesh
+from bloomery.train.config import Training
+from bloomery.train.plan.memory import check_shard
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
@@ -55,11 +55,12 @@ def run_recipe(
     """
     Run what is not done of a recipe in its run folder, as `pipeline.run`; report each stage on the terminal, and write
     the data card and the page. `again` is the command that runs what `until` and `only` leave. Returns these stages.
-    Raises ConfigError for a mesh, which is only planned.
+    Raises ConfigError for a mesh of another number of processes, and for what it does not train.
     """
-    if any(isinstance(config, Mesh) for config in nested(recipe)):
-        what = "training over a mesh is not there yet; `bloomery plan` computes what it needs"
-        raise ConfigError(what, where="finetune.mesh", hint="Leave out mesh, or run `bloomery plan RECIPE` instead.")
+    for config in nested(recipe):
+        if isinstance(config, Training) and config.mesh is not None:
+            lora = getattr(config, "lora", None)
+            check_shard(config, launcher.num_processes(config.num_processes), adapters=lora is not None)
     began = time.monotonic()
     ran: list[str] = []
 

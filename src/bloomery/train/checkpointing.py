@@ -75,10 +75,11 @@ class ModelSaver(Protocol):
 
 def environment(config: Training, device: Device, world: World, optimizers: Optimizers) -> dict[str, Any]:
     """Everything that bit-exactness depends on and that a recipe's fingerprint does not hold."""
+    mesh = config.mesh and config.mesh.sizes
     return {
         "ranks": world.size,
         "threads": devices.threads(),
-        "parallelism": config.parallelism if world.size > 1 else "none",
+        "parallelism": "none" if world.size == 1 else config.parallelism if mesh is None else mesh,
         "micro_batch_tokens": config.micro_batch_tokens,
         "compile": config.compile,
         "activation_checkpointing": config.activation_checkpointing,

@@ -95,7 +95,7 @@ def settled(config: Training, device: Device, early: bool = True) -> Training:
     Parts on several ranks exchange numbers in each block, so that a failed trial could not be left: `auto` does not
     try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
     """
-    may_try = early and config.parallelism == "none" and not config.deterministic
+    may_try = early and config.parallelism == "none" and config.mesh is None and not config.deterministic
     if config.compile != "auto" or (may_try and device.is_gpu):
         return config
     return config.model_copy(update={"compile": "off"})

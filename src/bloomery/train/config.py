@@ -257,14 +257,12 @@ MeshAxis = Annotated[int, Between(1, 1024, "no plan is for more devices")]
 
 
 class Mesh(Config):
-    """
-    Devices along three axes, for `bloomery plan`. `bloomery run` does not train over a mesh yet, and refuses one.
-    """
+    """Devices along three axes that train a model together: as many as there are processes."""
 
-    preset: str
-    """Shape of the model, by its name in `model/config.py`. No weights are read."""
+    preset: str | None = None
+    """Shape of the model for `bloomery plan`, by its name in `model/config.py`. Training takes that of its weights."""
     device: str | None = None
-    """Which device, by its name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
+    """Which device is planned, by its name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
     dp_replicate: MeshAxis = 1
     """Copies of the model, each on other sequences."""
     dp_shard: MeshAxis = 1
@@ -273,12 +271,17 @@ class Mesh(Config):
     """Devices that compute each matmul together, every one with its part of the matrix."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> devices along it, the outermost first."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    @property
     def devices(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp
 
     @model_validator(mode="after")
     def _is_of_a_known_shape(self) -> "Mesh":
-        if self.preset not in PRESETS:
+        if self.preset is not None and self.preset not in PRESETS:
             near = difflib.get_close_matches(self.preset, PRESETS, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
             raise ValueError(f"preset: there is no preset {self.preset!r}; {hint}")
@@ -345,7 +348,12 @@ class Training(Config):
     num_processes: Ranks = Field(1, json_schema_extra=VOLATILE)
     """Processes of this machine that train together. Under torchrun, torchrun decides."""
     parallelism: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
-    """Whether each rank holds the whole model and optimizer state (`none`), or a part of them (`fsdp`)."""
+    """
+    Whether each rank holds the whole model and optimizer state (`none`), or a part of them (`fsdp`), as over a mesh of
+    `dp_shard` alone.
+    """
+    mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
+    """Axes over which ranks share model and data. Not set: as `parallelism` says."""
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)
@@ -516,8 +524,6 @@ class Finetune(Training, Adapters):
     """Which weights the run keeps at its end: those of the lowest validation loss, or those of the last step."""
     early_stopping: EarlyStopping | None = None
     """End training when the validation loss no longer falls. Not set: all steps are trained."""
-    mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
-    """Only for `bloomery plan`: memory and communication on many devices. `run` refuses it."""
     eval_every: Steps = 100
     """Steps between measurements of the validation loss. The end of an epoch is measured too."""
     optimizer: Optimizer = Field(Muon(muon_lr=0.01, learning_rate=1e-3), validate_default=True)

@@ -8,11 +8,12 @@ it comes after all micro-batches. On GPUs, buckets are summed while the backward
 A sharded model (FSDP2, torch.distributed.fsdp.fully_shard) lies in pieces. Each rank holds its part of every
 weight, gradient and optimizer number. A group of weights is gathered when its module is needed: on GPUs in the format
 of matmuls, on CPUs in float32. After every micro-batch, its gradients are added up in float32 by the ranks that keep
-them. RULES says what belongs together. The model itself knows nothing of it.
+them. RULES of train/sharding_rules.py say what belongs together and along which dims it is cut, over the axes of a
+mesh. The model itself knows nothing of it.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,24 +26,23 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
+from bloomery.model import quantize
+from bloomery.model.config import Base
+from bloomery.model.quantize import NF4, QuantizedLinear
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train.config import Mesh
 from bloomery.train.fused_adamw import total_norm
+from bloomery.train.mesh import check_model, cut
+from bloomery.train.sharding_rules import placement
+from bloomery.weights.opened import put_weight
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-
-RULES = (
-    (r"(blocks\.\d+)\..+", 0),
-    (r"()(embed|positions|norm|head)\..+", 0),
-)
-"""
-Name of a weight -> in brackets the module that puts it together with its others, "" for the model itself; and the axis
-along which ranks share it. Every weight is of exactly one rule. The head is the model's own, because the loss reads it.
-"""
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 BUCKET_NUMBERS = 2**23
 """Numbers that go to the other ranks at once, if no weight has more: 32 MiB."""
@@ -218,61 +218,162 @@ def weight_bytes(model: nn.Module) -> int:
 # --- sharded models ------------------------------------------------------------------------------------------------
 
 
-def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Module -> the weights that it puts together, by name. Raises ValueError for one that RULES leave open."""
-    by_module: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        fitting = [match[1] for pattern, _ in RULES if (match := re.fullmatch(pattern, name))]
-        if len(fitting) != 1:
-            raise ValueError(f"{name} is of {len(fitting)} rules of train/fsdp.py, not of one")
-        by_module.setdefault(fitting[0], []).append(name)
-    return by_module
-
-
 def gathered_dtype(device: Device) -> torch.dtype:
     """The format in which weights are gathered: that of matmuls on GPUs, which halves what ranks send each other."""
     return device.compute_dtype if device.is_gpu else torch.float32
+
+
+def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    """The ranks along the axes of a mesh that have several; `kind` is that of their devices. All ranks call it."""
+    sizes = {axis: count for axis, count in mesh.sizes.items() if count > 1 or axis == "dp_shard"}
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard(
     model: Transformer,
     world: World,
     device: Device,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
+    devices: DeviceMesh | None = None,
     *,
     dtype: torch.dtype | None = None,
     spread: bool = False,
+    own: "OwnParts | None" = None,
 ) -> None:
     """
-    Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights. With
-    `spread`, only the first rank has weights, and hands them out one by one; those of other ranks may be on the meta
-    device. `mesh` is one of so many ranks, where there is one already. `dtype` is that of gathered weights, by default
-    `gathered_dtype`.
+    Leave on each rank its part of every weight, where it computes, by RULES of train/sharding_rules.py. All ranks begin
+    with the same whole weights. With `spread`, only the first rank has weights, and hands them out one by one; those of
+    other ranks may be on the meta device. `own` has the weights that this rank has read. `mesh` is by default one of
+    dp_shard alone; `devices` are its ranks, where they have met already. `dtype` is that of gathered weights, by
+    default `gathered_dtype`. Codes and their scales are gathered as they are.
+
+    Raises ConfigError for a model that the mesh cannot cut, and ValueError for a weight that fits no rule.
     """
-    mesh = mesh or init_device_mesh(device.torch_device.type, (world.size,))
-    full = {name: weight.detach() for name, weight in model.named_parameters()} if spread and world.is_first else None
+    mesh, kind = mesh or Mesh(dp_shard=world.size), device.torch_device
+    devices = devices or device_mesh(mesh, kind.type)
+    _keep_as_parameters(model)
+    check_model(model, mesh)
+    full = {name: weight.detach() for name, weight in model.named_parameters()} if spread else {}
+    where = {name: placement(name, weight.shape, mesh) for name, weight in model.named_parameters()}
     if spread:
         _without_numbers(model)
+    if mesh.tp > 1:
+        cut(model, mesh, devices["tp"])
+    data = tuple(name for name in devices.mesh_dim_names or () if name != "tp")
     dtype = dtype or gathered_dtype(device)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy: dict[str, Any] = {} if dtype == torch.float32 else {"mp_policy": mixed}
-    names = {weight: name for name, weight in model.named_parameters()}
-
-    def placed(weight: nn.Parameter) -> Shard:
-        return Shard(next(axis for pattern, axis in RULES if re.fullmatch(pattern, names[weight])))
-
-    for name in sorted(groups(model), reverse=True):  # the model itself comes last, and takes what is left
-        module: Any = fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placed, **policy)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
+    for unit, modules in [*units(model, mesh).items(), ("", [model])]:  # the model itself takes what is left
+        has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
+        policy: dict[str, Any] = {} if dtype == torch.float32 or has_scales else {"mp_policy": mixed}
+        if unit == "head":  # the loss reads it after the forward pass
+            policy["reshard_after_forward"] = False
+        sharded: Any = fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=devices[data] if len(devices.mesh_dim_names or ()) > 1 else devices,
+            shard_placement_fn=lambda weight: Shard(dims[weight]),
+            **policy,
+        )
+        for module in sharded if isinstance(sharded, list) else [sharded]:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
+        first: Any = model.blocks[0]
+        first.set_modules_to_backward_prefetch([first])
     for method in ("extend", "logits"):
         register_fsdp_forward_method(model, method)
     if spread:
-        buffers = {name: buffer.to(device.torch_device) for name, buffer in model.named_buffers()}
-        model.to_empty(device=device.torch_device)
+        tables = [module for module in model.modules() if isinstance(module, NF4)]
+        buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
+        model.to_empty(device=kind)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
-        take(model, full)
+        for module in tables:
+            module.pairs = quantize.pairs(kind)
+        if own is None:
+            take(model, full if world.is_first else None)
+        else:
+            own.fill(model, full)
+
+
+class OwnParts:
+    """
+    Of weights that are read one by one, the parts of this rank: beyond them it holds one whole tensor. A matrix that
+    is to be frozen takes its format after its rows are cut, so that each rank quantizes only its own.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, *, dora: bool = False) -> None:
+        self._mesh, self._dora = mesh, dora
+        self._numbers = {"tp": rank % mesh.tp, "dp_shard": rank // mesh.tp % mesh.dp_shard}
+        self._parts: dict[str, Tensor] = {}
+
+    def take(self, model: Transformer, name: str, weight: Tensor, kept_as: str, base: Base) -> None:
+        """Keep the part of a weight, and leave its shape in the model. See `TakeWeight`."""
+        put_weight(model, name, weight, kept_as, "meta", base)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf != "weight" or not isinstance(module, QuantizedLinear):
+            form = module.bias if isinstance(module, QuantizedLinear) else model.get_parameter(name)
+            assert form is not None
+            self._parts[name] = self._cut(name, weight, ("tp", "dp_shard")).to(form.dtype, copy=True)
+            return
+        where = placement(name, weight.shape, self._mesh)
+        by_rows = tuple(axis for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)) if dim == 0)
+        frozen = quantize.frozen_weight(self._cut(name, weight, by_rows), base)
+        kept = {leaf: tensor for leaf, tensor in frozen.state_dict().items() if tensor is not None}
+        if self._dora:
+            kept["magnitude"] = torch.linalg.vector_norm(frozen.dense(torch.float32), dim=1)
+        for leaf, tensor in kept.items():
+            rest = tuple(axis for axis in ("tp", "dp_shard") if axis not in by_rows)
+            self._parts[f"{path}.{leaf}"] = self._cut(f"{path}.{leaf}", tensor, rest).clone()
+
+    def _cut(self, name: str, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        where = placement(name, tensor.shape, self._mesh)
+        for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)):
+            if axis in axes and dim is not None:
+                tensor = _piece(tensor, dim, self._mesh.sizes[axis], self._numbers[axis])
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, model: Transformer, others: Mapping[str, Tensor]) -> None:
+        """Give a sharded model its parts, and those of `others`, which are whole: adapters, tables with more rows."""
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor)
+            known = self._parts.pop(name.replace(".base.", "."), None)
+            weight.to_local().copy_(part_like(weight, others[name]) if known is None else known)
+
+
+def _piece(tensor: Tensor, dim: int, count: int, number: int) -> Tensor:
+    """A view of one of `count` pieces along a dim, as torch.chunk cuts it; the last pieces may be empty."""
+    size = tensor.shape[dim]
+    height = -(-size // count)
+    first = min(number * height, size)
+    return tensor.narrow(dim, first, min(height, size - first))
+
+
+def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
+    """
+    Unit -> the modules whose weights are gathered together. A tied table is of two units, so that the model itself
+    gathers both. Raises ValueError for a weight that fits no rule.
+    """
+    by_unit: dict[str, list[nn.Module]] = {}
+    for name, weight in model.named_parameters():
+        unit = placement(name, weight.shape, mesh).unit
+        if unit.startswith("blocks."):
+            by_unit[unit] = [model.get_submodule(unit)]
+        elif not model.config.tie_embeddings:
+            ends = [model.embed, model.positions] if unit == "embed" else [model.norm, model.head]
+            by_unit[unit] = [module for module in ends if module is not None]
+    return by_unit
+
+
+def _keep_as_parameters(model: nn.Module) -> None:
+    """Frozen matrices, codes and scales are buffers, which FSDP2 does not cut. The look-up table of NF4 stays one."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            for name, tensor in list(module.state_dict(keep_vars=True).items()):
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def _without_numbers(model: nn.Module) -> None:
@@ -283,6 +384,14 @@ def _without_numbers(model: nn.Module) -> None:
             if weight is not None:
                 empty = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
                 module._parameters[name] = on_meta_device.setdefault(weight, empty)
+
+
+def data_rank(model: nn.Module, world: World) -> tuple[int, int]:
+    """Of the data: the part that is this rank's, and how many parts there are. Ranks of one matmul share a part."""
+    weight = next(model.parameters())
+    names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
+    tp = weight.device_mesh["tp"].size() if "tp" in names else 1  # type: ignore[attr-defined]
+    return world.rank // tp, max(1, world.size // tp)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -306,26 +415,37 @@ def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
     """Of a whole tensor that every rank has, the part that each has of another."""
     if not isinstance(tensor, DTensor):
         return full_tensor
-    return distribute_tensor(full_tensor, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    own, mesh = part_like(tensor, full_tensor).contiguous(), tensor.device_mesh
+    return DTensor.from_local(own, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
+    """Of a whole tensor, a view of what this rank has of another: tp cuts first, then dp_shard, as torch.chunk does."""
+    mesh = tensor.device_mesh
+    for axis in range(mesh.ndim - 1, -1, -1):
+        placed, count, number = tensor.placements[axis], mesh.size(axis), mesh.get_local_rank(axis)
+        if isinstance(placed, Shard | _StridedShard):
+            full_tensor = _piece(full_tensor, placed.dim, count, number)
+    return full_tensor
 
 
 @torch.no_grad()
-def take(model: Transformer, full_weights: Mapping[str, Tensor] | None) -> None:
+def take(model: Transformer, full_weights: Mapping[str, Tensor] | None, names: Collection[str] | None = None) -> None:
     """
     Give a sharded model weights that the first rank has, and the others have not: they give None. Weight by weight, so
-    that beyond its part no rank holds more than one whole weight. All ranks call it.
+    that beyond its part no rank holds more than one whole weight. All ranks call it. `names` are by default all.
     """
     for name, weight in model.named_parameters():
+        if names is not None and name not in names:
+            continue
         assert isinstance(weight, DTensor)
         own = weight.to_local()
         if full_weights is None:
             full_weight = torch.empty(weight.shape, dtype=weight.dtype, device=own.device)
         else:
             full_weight = full_weights[name].to(own.device, weight.dtype).contiguous()
-        torch.distributed.broadcast(full_weight, group=weight.device_mesh.get_group(), group_src=0)
-        local_shard = like(weight, full_weight)
-        assert isinstance(local_shard, DTensor)
-        own.copy_(local_shard.to_local())
+        torch.distributed.broadcast(full_weight, src=0)
+        own.copy_(part_like(weight, full_weight))
 
 
 @torch.no_grad()
@@ -334,17 +454,30 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     The sum of squares of each group of tensors, in float32. Of tensors in parts, each rank adds up its own numbers, and
     the sums of all groups go to the others at once. No tensor is put together.
     """
-    own = [[torch.linalg.vector_norm(local(one), dtype=torch.float32).square() for one in group] for group in groups]
+    own = [
+        [torch.linalg.vector_norm(local(one), dtype=torch.float32).square() / copies(one) for one in group]
+        for group in groups
+    ]
     sums = torch.stack([torch.stack(squares).sum() for squares in own])
     tensors = [tensor for group in groups for tensor in group if isinstance(tensor, DTensor)]
     return over_ranks(sums, tensors[0]) if tensors else sums
+
+
+def copies(tensor: Tensor) -> int:
+    """How many ranks have the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
 
 
 def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:
     """The sum of what the ranks say that hold the parts of a tensor; `numbers` itself for a tensor without parts."""
     if not isinstance(of, DTensor):
         return numbers
-    return DTensor.from_local(numbers, of.device_mesh, [Partial()] * of.device_mesh.ndim).full_tensor()
+    numbers = numbers.clone()
+    torch.distributed.all_reduce(numbers)
+    return numbers
 
 
 def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
@@ -352,17 +485,21 @@ def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> li
     The micro-batches of this rank. Of a sharded model all ranks have the same number of them, because each waits for
     the parts of the others. Micro-batches that fill up the number have no supervised token, and add exactly zero.
     """
-    own = batch.of_rank(world.rank, world.size).split(size)
+    number, count = data_rank(model, world)
+    own = batch.of_rank(number, count).split(size)
     if not is_sharded(model):
         return own
-    rows = -(-len(batch.ids) // world.size)
+    rows = -(-len(batch.ids) // count)
     blank = replace(batch.split(1)[0], targets=np.full_like(batch.targets[:1], IGNORE))
     return own + [blank] * (-(-rows // size) - len(own))
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients together, the same bits on every rank."""
-    return whole(total_norm(list(gradients)))
+    tensors = list(gradients)
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        return square_sums([tensors]).sqrt()[0]
+    return total_norm(tensors)
 
 
 def is_finite(model: nn.Module, world: World) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu, reference, triton
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 CHUNK_BYTES = 2**27
 """Bytes of float32 logits that exist at once. Smaller chunks read the head's weights more often."""
@@ -69,12 +71,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = Σ (z − s[target] + c·z²)      s = h Wᵀ,  z = log Σ exp(s), in nats
 
     in chunks of tokens. The gradients of a chunk are computed while its logits s are in memory, so that nothing is
-    computed twice: ∂loss/∂s = softmax(s) · (1 + 2·c·z) − onehot(target).
+    computed twice: ∂loss/∂s = softmax(s) · (1 + 2·c·z) − onehot(target). Ranks of `company` have rows of W each.
     """
 
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, with_grads: bool
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_loss: float,
+        share: float,
+        with_grads: bool,
+        company: World,
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         tiles, here = cpu.matmul_ready(hidden, weight), on_processor(hidden)
@@ -88,7 +97,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = _logits(hidden[piece], table, tiles)
             if len(table) > vocab_size:
                 logits[:, vocab_size:] = -torch.inf
-            sums, grad = chunk(logits, targets[piece], z_loss, share, with_grads)
+            if company.size > 1:
+                sums, grad = _chunk_of_parts(logits, targets[piece], z_loss, share, with_grads, company)
+            else:
+                sums, grad = chunk(logits, targets[piece], z_loss, share, with_grads)
             totals += sums
             if grad is None or grad_hidden is None:
                 continue
@@ -108,6 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )  # where ranks gather weights in a short format, they are short
             grad_weight = chunk_grad.to(kind) if grad_weight is None else grad_weight.add_(chunk_grad)
         if with_grads:
+            company.sum(grad_hidden)  # type: ignore[arg-type]
             if grad_weight is None and learns:
                 grad_weight = torch.zeros_like(weight)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -117,7 +130,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return totals.sum() * share, entropy
 
     @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         """The gradients are given away, not copied: there is no second backward pass."""
         if context.grads is None:
             raise RuntimeError(
@@ -128,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if not known or float(upstream[0]) != 1.0:  # a pass over the largest weight
             grad_hidden = grad_hidden.mul_(upstream[0])
             grad_weight = None if grad_weight is None else grad_weight.mul_(upstream[0])
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
@@ -169,6 +182,30 @@ def chunk(
     return torch.stack(((z.flatten() - reached.flatten()).sum(), z_loss * z.square().sum())), grad
 
 
+def _chunk_of_parts(
+    logits: Float[Tensor, "C V"],
+    targets: Int[Tensor, " C"],
+    z_loss: float,
+    share: float,
+    with_grads: bool,
+    company: World,
+) -> tuple[Float[Tensor, "2"], Float[Tensor, "C V"] | None]:
+    """As `chunk`, where each rank has the logits of some token IDs; targets count from its first."""
+    scores = logits.float()
+    parts = scores.new_zeros((company.size, len(scores)))
+    parts[company.rank] = torch.logsumexp(scores, 1)
+    z = torch.logsumexp(company.sum(parts), 0)
+    own = ((targets >= 0) & (targets < scores.shape[1])).nonzero().flatten()
+    reached = torch.zeros_like(z).index_put_((own,), scores[own, targets[own]])
+    company.sum(reached)
+    grad = None
+    if with_grads:
+        grad = (scores - z[:, None]).exp_().mul_((share * (1 + 2 * z_loss * z))[:, None])
+        grad[own, targets[own]] -= share
+        grad = grad.to(logits.dtype)
+    return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), grad
+
+
 def token_losses(
     hidden: Float[Tensor, "N D"],
     weight: Float[Tensor, "V D"],
@@ -180,9 +217,16 @@ def token_losses(
     What is minimized, times `share`, and the cross entropy alone, without gradient: sums over all N tokens, in nats.
 
     They differ by z_loss · (log Σ exp logits)², which keeps the logits of a long run near zero (Chowdhery et al. 2022,
-    https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0.
+    https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0. A weight that is a DTensor has rows on each of its ranks,
+    which all call it with the same tokens.
     """
+    company = World.alone()
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        company = World(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        targets = targets - company.rank * -(-len(weight) // company.size)
+        weight = weight.to_local()
     losses: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, z_loss, share, torch.is_grad_enabled()
+        hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company
     )
     return losses

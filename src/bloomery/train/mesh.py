@@ -1,142 +1,152 @@
 """
-Cut a model over a mesh of devices by RULES of train/sharding_rules.py, with PyTorch's FSDP2 and DTensor.
+Cut the matmuls of a model over the axis `tp` of a mesh, by RULES of train/sharding_rules.py.
 
-Between modules, tensors are plain and whole on each device of tp, but for the outputs of column matrices. Inside a
-module that tp cuts, its weights are DTensors. So the code of the model stays that of one device. FSDP2 then cuts
-every tensor over dp_shard, gathers a unit at a time, and adds gradients over dp_shard and dp_replicate.
+Between modules, tensors are plain and whole on each device of tp, but for the outputs of column matrices. Weights are
+DTensors, which FSDP2 cuts further (train/fsdp.py). While a module computes, it has the plain parts of its weights, so
+the code of the model, its kernels and its quantized matrices are those of one device:
 
-No stage trains over a mesh yet. Plans and this module share one table, and a test compares it with one device.
+    column   y = x Wᵀ of some outputs      the gradient of x, which all of a layer share, is summed over tp
+    row      y = Σ x Wᵀ over tp            each device has some of the inputs, the first adds the bias
+    heads    of some heads                 the gradient of a vector that heads share is summed over tp
+
+(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, §3). Embedding and head are DTensors while they compute.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import ConfigError
 from bloomery.model.attention import Attention
-from bloomery.model.layers import LayerNorm, RMSNorm
 from bloomery.model.lora import LoRALinear
-from bloomery.model.quantize import NF4, QuantizedLinear
+from bloomery.model.quantize import BLOCK, NF4, QuantizedLinear
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Mesh
 from bloomery.train.sharding_rules import ShardingKind, check_mesh, local_shape, placement
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-AXES = ("dp_replicate", "dp_shard", "tp")
-CUT_MODULES = (LoRALinear, QuantizedLinear, nn.Linear, nn.Embedding, RMSNorm, LayerNorm)
-
-
-def parallelize(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
-    """
-    Leave on each device its part of every weight. `devices` has the axes of AXES, in their sizes. All begin with the
-    same whole weights. Losses are those of a device's sequences, divided by the tokens of all: gradients are added.
-
-    Raises ConfigError for a shape that the mesh cannot cut, and what `check_model` does.
-    """
-    check_model(model, mesh)
-    _keep_as_parameters(model)
-    names = {weight: name for name, weight in model.named_parameters()}
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    placements = {name: placement(name, shape, mesh) for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        local_shape(name, shape, mesh)
-    if mesh.tp > 1:
-        for path, module in list(model.named_modules()):
-            is_inner = any(isinstance(model.get_submodule(above), LoRALinear) for above in _above(path))
-            if isinstance(module, CUT_MODULES) and not is_inner and any(True for _ in module.parameters()):
-                _cut(module, path, mesh, devices["tp"])
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.num_heads, module.num_kv_heads = module.num_heads // mesh.tp, module.num_kv_heads // mesh.tp
-        names = {weight: name for name, weight in model.named_parameters()}
-
-    def placed(weight: nn.Parameter) -> Shard:
-        return Shard(dims[weight])
-
-    dims = {weight: placements[name].dp_shard for weight, name in names.items()}
-    blocks: list[Any] = list(model.blocks)
-    root: Any = model
-    for unit in ([model.embed], *([block] for block in blocks), [model.norm, model.head], [root]):
-        if not any(True for module in unit for _ in module.parameters()):
-            continue
-        sharded: Any = fully_shard(
-            unit[0] if len(unit) == 1 else unit, mesh=devices["dp_replicate", "dp_shard"], shard_placement_fn=placed
-        )
-        for module in sharded if isinstance(sharded, list) else [sharded]:
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "logits")
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 
 def check_model(model: Transformer, mesh: Mesh) -> None:
-    """Raises ConfigError for a tied head, and with tp for ALiBi, NF4, DoRA and vectors that heads share."""
-    config = model.config
-    check_mesh(config, mesh)
-    whole = any(
-        isinstance(module, NF4) or (isinstance(module, LoRALinear) and module.magnitude is not None)
-        for module in model.modules()
-    )
-    for reason, hint in (
-        ("a tied head is in two units" if config.tie_embeddings else "", "Set tie_embeddings=false."),
-        ("NF4 and DoRA are not cut by tp yet" if mesh.tp > 1 and whole else "", "Set mesh.tp=1."),
-        ("ALiBi counts all heads" if mesh.tp > 1 and config.position_embedding == "alibi" else "", "Set mesh.tp=1."),
-        (
-            "vectors that heads share are not added up over tp yet"
-            if mesh.tp > 1 and (config.qk_norm or "differential" in config.attention)
-            else "",
-            "Set mesh.tp=1.",
-        ),
-    ):
-        if reason:
-            raise ConfigError(f"this model is not trained over a mesh: {reason}", where="finetune.mesh", hint=hint)
+    """Raises ConfigError for a shape or a base that a mesh cannot cut, by name."""
+    is_double = any(isinstance(module, NF4) and module.coarse is not None for module in model.modules())
+    check_mesh(model.config, mesh, "nf4_double" if is_double else None)
+    for name, weight in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        is_code = isinstance(owner, NF4) and name.endswith(".weight")
+        local_shape(name, weight.shape, mesh, BLOCK // 2 if is_code else 1)
+        if is_code and placement(name, weight.shape, mesh).tp == 1 and owner.width % BLOCK:  # type: ignore[operator]
+            what = f"{name} has rows of {owner.width:,} numbers, and tp cuts NF4 only into blocks of {BLOCK}"
+            raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
 
 
-def _keep_as_parameters(model: nn.Module) -> None:
-    """Frozen matrices, codes and scales are buffers, which FSDP2 does not cut. The look-up table of NF4 stays one."""
-    for module in model.modules():
+def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
+    """Leave on each device of tp its part of every weight. `devices` has this axis alone."""
+    cuts: dict[nn.Parameter, nn.Parameter] = {}  # a weight of two modules stays one weight
+    for path, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if weight not in cuts:
+                dim = placement(f"{path}.{name}", weight.shape, mesh).tp
+                layout = Replicate() if dim is None else Shard(dim)
+                tensor = distribute_tensor(weight.detach(), devices, [layout], src_data_rank=None)
+                cuts[weight] = nn.Parameter(tensor, requires_grad=weight.requires_grad)
+            module._parameters[name] = cuts[weight]
+    inside, layers = set[nn.Module](), set[str]()
+    for path, module in model.named_modules():
+        whole = isinstance(module, LoRALinear)  # it reads the weights of its base
+        owned = [] if module in inside else list(module.named_parameters(recurse=whole))
+        inside |= set(module.modules()) if whole else set()
+        if owned:
+            kinds = {name: placement(f"{path}.{name}", weight.shape, mesh).kind for name, weight in owned}
+            matrix = next((kinds[name] for name, weight in owned if weight.dim() == 2), next(iter(kinds.values())))
+            held = [_Held.of(module, name, kinds[name], matrix, devices) for name in kinds]
+            module.__dict__["forward"] = partial(_computed, module.forward, matrix, held, devices)
+            layers |= {path.rpartition(".")[0]} if matrix == "column" else set()
+        if isinstance(module, Attention):
+            module.num_heads, module.num_kv_heads = module.num_heads // mesh.tp, module.num_kv_heads // mesh.tp
         if isinstance(module, QuantizedLinear):
-            for name, tensor in list(module.state_dict(keep_vars=True).items()):
-                delattr(module, name)
-                module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            column = placement(f"{path}.weight", (1, 1), mesh).kind == "column"
+            module.num_rows //= mesh.tp if column else 1
+            module.width //= 1 if column else mesh.tp
+            own = [_Held(module, name, Replicate(), 1.0) for name, _ in module.named_parameters()]
+            module.__dict__["times_back"] = partial(_times_back, module.times_back, own)
+        if isinstance(module, LoRALinear) and matrix == "row":
+            module.whole_rows = partial(_summed, devices=devices)
+    for path in sorted(layers):
+        layer = model.get_submodule(path)
+        layer.__dict__["forward"] = partial(_entered, layer.forward, devices)
 
 
-def _above(path: str) -> list[str]:
-    """The paths of the modules that hold one."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+class _Held(NamedTuple):
+    """A weight of a module, and what its gradient on one device is of the whole one."""
+
+    owner: nn.Module
+    name: str
+    gradient: Shard | Replicate | Partial
+    share: float
+    """1, or 0 where another device adds it."""
+
+    @classmethod
+    def of(cls, module: nn.Module, path: str, kind: ShardingKind, matrix: ShardingKind, devices: DeviceMesh) -> "_Held":
+        inner, _, name = path.rpartition(".")
+        owner = module.get_submodule(inner)
+        weight = owner._parameters[name]
+        assert isinstance(weight, DTensor)
+        (layout,) = weight.placements
+        once = matrix == "row" and kind == "sequence"
+        if isinstance(layout, Replicate) and (once or kind != "sequence"):
+            layout = Partial()
+        return cls(owner, name, layout, float(not once or devices.get_local_rank() == 0))  # type: ignore[arg-type]
 
 
-def _cut(module: nn.Module, path: str, mesh: Mesh, devices: DeviceMesh) -> None:
-    """Make DTensors of the weights of a module and of its inputs, and a plain tensor of its output."""
-    kind: ShardingKind = "sequence"
-    for inner, owner in list(module.named_modules()):
-        for name, weight in list(owner.named_parameters(recurse=False)):
-            where = placement(".".join(filter(None, (path, inner, name))), weight.shape, mesh)
-            layout = Replicate() if where.tp is None else Shard(where.tp)
-            kind = where.kind if weight.dim() == 2 else kind
-            cut = distribute_tensor(weight.detach(), devices, [layout], src_data_rank=None)
-            owner.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
-    takes = Shard(-1) if kind == "row" else Replicate()
-    gives = Shard(-1) if kind == "column" else Replicate()
-
-    def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (DTensor.from_local(inputs[0], devices, [takes], run_check=False), *inputs[1:])
-
-    def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        plain: Tensor = output.redistribute(placements=[gives]).to_local()
-        return plain
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+def _computed(plain: Any, kind: ShardingKind, held: list[_Held], devices: DeviceMesh, x: Tensor, *rest: Any) -> Tensor:
+    """What a module computes of its parts of the weights; whole on each device but for column matrices."""
+    if kind == "vocabulary":
+        output = plain(DTensor.from_local(x, devices, [Replicate()], run_check=False))
+        whole: Tensor = output.redistribute(placements=[Replicate()]).to_local()
+        return whole if x.is_floating_point() else whole.clone()  # FSDP2 wants no view of what a unit puts out
+    with _as_parts(held):
+        y: Tensor = plain(x, *rest)
+    return _summed(y, devices) if kind == "row" else y
 
 
-def gradient_norm(model: nn.Module) -> float:
-    """Of all weights that are trained, as one device would have it. All devices of the mesh take part."""
-    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def _entered(plain: Any, devices: DeviceMesh, x: Tensor, *rest: Any) -> Tensor:
+    """What a layer computes of an input whose gradient has a summand on each device."""
+    x = DTensor.from_local(x, devices, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    y: Tensor = plain(x, *rest)
+    return y
+
+
+def _times_back(plain: Any, held: list[_Held], grad: Tensor) -> Tensor:
+    """The gradient of what enters a frozen matrix, which is read again in the backward pass."""
+    with _as_parts(held):
+        entered: Tensor = plain(grad)
+        return entered
+
+
+@contextmanager
+def _as_parts(held: list[_Held]) -> Iterator[None]:
+    """While the block runs, modules have plain parts of their weights."""
+    weights = [entry.owner._parameters[entry.name] for entry in held]
+    try:
+        for entry, weight in zip(held, weights, strict=True):
+            assert isinstance(weight, DTensor)
+            plain = weight.to_local(grad_placements=[entry.gradient])
+            entry.owner._parameters[entry.name] = plain if entry.share else plain * 0  # type: ignore[assignment]
+        yield
+    finally:
+        for entry, weight in zip(held, weights, strict=True):
+            entry.owner._parameters[entry.name] = weight
+
+
+def _summed(summand: Tensor, devices: DeviceMesh) -> Tensor:
+    """The sum over tp, on each of its devices."""
+    summed = DTensor.from_local(summand, devices, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    plain: Tensor = summed.to_local()
+    return plain

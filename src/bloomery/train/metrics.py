@@ -49,7 +49,7 @@ from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.hw.device import Device
 from bloomery.hw.monitor import GpuMonitor
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
-from bloomery.train.fsdp import local, over_ranks, square_sums
+from bloomery.train.fsdp import copies, local, over_ranks, square_sums
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
 
 import torch
@@ -98,7 +98,7 @@ class Norms:
             if weight.requires_grad:
                 flat = local(weight).flatten()
                 seen = flat[:: max(1, weight.numel() // SAMPLED)]
-                yield seen, len(flat) / max(1, len(seen))
+                yield seen, len(flat) / max(1, len(seen)) / copies(weight)
 
 
 def by_layer(model: nn.Module) -> dict[str, float]:

@@ -118,8 +118,9 @@ class BatchedMuon(torch.optim.Muon):
                     self._change(batch, group)
 
     def _fills_a_gpu(self, weights: list[Tensor]) -> bool:
-        in_parts = any(isinstance(weight, DTensor) for weight in weights)
-        return not on_processor(weights[0]) and (self._world.size > 1 or not in_parts)
+        meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
+        dealt = self._world.size > 1 and all(mesh.ndim == 1 for mesh in meshes)  # rows alone are cut
+        return not on_processor(weights[0]) and (dealt or not meshes)
 
     def _change_together(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """

@@ -63,13 +63,27 @@ class AdapterSaver:
         self._write(folder, step, dict(lora.weights(self.model)))
 
     def copied(self, world: World) -> tuple[Write, int]:
-        weights = {name: one.detach().to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
+        weights = {name: fsdp.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
         size = sum(one.numel() * one.element_size() for one in weights.values())
         return lambda folder, step: self._write(folder, step, weights), size
 
     def fill(self, folder: Path, world: World) -> None:
-        hf.fill_adapters(self.model, folder, self.lineage)
+        if not fsdp.is_sharded(self.model):
+            hf.fill_adapters(self.model, folder, self.lineage)
+            return
+        names, twin = lora.weights(self.model).keys(), self._twin()
+        with world.alike():
+            if world.is_first:
+                hf.fill_adapters(twin, folder, self.lineage)
+        fsdp.take(self.model, lora.weights(twin) if world.is_first else None, names)
+
+    def _twin(self) -> Transformer:
+        """A model of the same names and whole shapes, whose adapters alone have numbers."""
+        twin = on_meta(self.model.config, self.model.vocab_size)
+        lora.attach(twin, self.settings, 0)
+        return twin
 
     def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:
         lineage = replace(self.lineage, step=step)
-        hf.save_adapters(folder, weights, self.model, self.language, lineage, self.settings, self.base)
+        model = self._twin() if fsdp.is_sharded(self.model) else self.model
+        hf.save_adapters(folder, weights, model, self.language, lineage, self.settings, self.base)

@@ -165,8 +165,15 @@ def check_mesh(model: ModelConfig, mesh: Mesh, base: Base | None = None) -> None
         if count % (mesh.tp * each):
             what = f"{field} is {count:,}, and tp={mesh.tp} does not divide {'pairs of ' if each > 1 else ''}it"
             raise ConfigError(what, where="mesh.tp", hint=f"Set mesh.tp to a divisor of {count // each:,}.")
-    if model.qk_norm and model.qk_norm_over == "width":
-        what = "qk_norm_over='width' takes a norm over all heads, and tp gives each device some of them"
+    for setting, why in (
+        ("qk_norm_over='width'" if model.qk_norm and model.qk_norm_over == "width" else "", "takes a norm over"),
+        ("position_embedding='alibi'" if model.position_embedding == "alibi" else "", "counts"),
+    ):
+        if setting:
+            what = f"{setting} {why} all heads, and tp gives each device some of them"
+            raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
+    if model.normalize_head:
+        what = "normalize_head=true scales the whole table, and tp gives each device some of its rows"
         raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
 
 

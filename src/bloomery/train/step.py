@@ -199,6 +199,7 @@ def accumulate_gradients(
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
     parts = fsdp.micro_batches(batch, micro_batch, world, model)
+    same = world.size // fsdp.data_rank(model, world)[1]  # ranks with the same rows
     overlapped, failure = precision.device.is_gpu, ""
     sums: LossSums | None = None
     with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
@@ -228,8 +229,9 @@ def accumulate_gradients(
     precision.unscale(gradients(model))
     means, own_sum = dict(totals.metrics), total.clone()
     if loss_function.metrics:
-        means |= mean_metrics(loss_function, world.sum(metrics), totals.metrics_divisor)
-    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means, own_sum)
+        means |= mean_metrics(loss_function, world.sum(metrics) / same, totals.metrics_divisor)
+    loss = float(world.sum(total)) / same / count
+    return BatchLoss(loss, int((batch.targets != IGNORE).sum()), means, own_sum)
 
 
 def mean_metrics(loss_function: LossFunction, sums: Tensor, count: int) -> dict[str, float]:

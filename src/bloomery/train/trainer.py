@@ -88,6 +88,8 @@ class TrainingRun:
     """Whether samples may be made before the steps in front of them are done."""
     world: World = field(default_factory=World.alone)
     """The ranks that train it together; each has a run. The first one writes."""
+    own: fsdp.OwnParts | None = None
+    """Weights that this rank has read, of a model that has shapes alone."""
     _stop: StopRequest = field(default_factory=StopRequest)
     _failures: list[Failure] = field(default_factory=list)
     _checkpoints: Checkpoints = field(init=False)
@@ -119,10 +121,11 @@ class TrainingRun:
             is_open = self.config.activation_checkpointing == "auto"
             self.config = compile.settled(self.config, device, self.early)
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
-            self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
-            if self._sharded:  # weights go where they compute one group at a time, and leave their part there
+            mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
+            self._sharded = mesh is not None
+            if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
                 on_meta = any(weight.is_meta for weight in self.model.parameters())
-                fsdp.shard(self.model, self.world, device, spread=self.world.any(on_meta))
+                fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta), own=self.own)
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")

@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 FILE_BYTES = 256 * 2**20
@@ -77,7 +77,9 @@ def _as_whole(copy: Tensor, tensor: Tensor) -> Tensor:
     """The copy of a part, as a part of the whole tensor again."""
     if not isinstance(tensor, DTensor):
         return copy
-    mesh = init_device_mesh("cpu", tuple(tensor.device_mesh.shape))
+    mesh = tensor.device_mesh
+    if mesh.device_type != "cpu":  # nothing is sent over it: it says which part this is
+        mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(copy, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 

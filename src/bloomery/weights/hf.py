@@ -56,6 +56,7 @@ from bloomery.weights.opened import (
     GGUF_SUFFIX,
     NumberFormat,
     OpenedModel,
+    TakeWeight,
     WeightChange,
     again,
     converted,
@@ -357,6 +358,7 @@ def load(
     base: Base = "float32",
     special: Sequence[str] = (),
     template: str | None = None,
+    take: TakeWeight | None = None,
 ) -> Loaded:
     """
     Read a model folder written by `save`, or by transformers, or a GGUF file. Raises CheckpointError if a file is
@@ -366,9 +368,10 @@ def load(
 
     `dtype` is the number format that the weights are kept in, `base` that of the matrices of blocks where they are to
     be frozen. No more than one weight exists in another format at a time. A downloaded model gets the tokens of
-    `special` that it lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
+    `special` that it lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own. `take` gets
+    the weights one by one; the model then has shapes without numbers.
     """
-    loaded = _loaded(path, _Kept(device, dtype, base), special)
+    loaded = _loaded(path, _Kept(device, dtype, base, take=take), special)
     if path.is_dir():
         safetensors.verify(path)  # last: what cannot be read says more of itself than its hash
     if template is None:
@@ -414,9 +417,10 @@ class _Kept:
     dtype: LoadFormat
     base: Base
     change: WeightChange | None = None
+    take: TakeWeight | None = None
 
     def filled(self, opened: OpenedModel, num_ids: int) -> Transformer:
-        return filled(opened, num_ids, self.dtype, self.device, self.base, self.change)
+        return filled(opened, num_ids, self.dtype, self.device, self.base, self.change, self.take)
 
 
 def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:

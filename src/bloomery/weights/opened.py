@@ -180,6 +180,8 @@ def own_weights(model: Transformer) -> dict[str, Tensor]:
 
 WeightChange = Callable[[str, Tensor], Tensor]
 """Of the name and the numbers of a weight: what becomes of it before it takes its format."""
+TakeWeight = Callable[[Transformer, str, Tensor, str, Base], None]
+"""Takes a weight that was read in place of `put_weight`, and leaves the model its shape."""
 
 
 def filled(
@@ -189,11 +191,12 @@ def filled(
     device: torch.device | str,
     base: Base = "float32",
     change: WeightChange | None = None,
+    take: TakeWeight | None = None,
 ) -> Transformer:
     """
     A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
     each converted, and moved to the device, before the next is read. A `base` other than float32 is the format of the
-    matrices of blocks alone.
+    matrices of blocks alone. With `take`, only tables that get more rows are in the model, for it to be filled.
     """
     tensors = opened.tensors(dtype)
     _of_one_size(opened.config, opened.rows, tensors)
@@ -205,7 +208,11 @@ def filled(
         if blocks is not None:
             _put_frozen(model, name, quantize.Int4.of(*blocks).to(device))
             continue
-        put_weight(model, name, weight if change is None else change(name, weight), kept_as, device, base)
+        changed = weight if change is None else change(name, weight)
+        if take is None or (name in TABLES and num_ids > opened.rows):
+            put_weight(model, name, changed, kept_as, device, base)
+        else:
+            take(model, name, changed, kept_as, base)
         if weight.numel() >= quantize.NUMBERS_AT_ONCE:
             return_freed_memory()  # quantizing leaves gaps, as large as the model
     if opened.config.tie_embeddings:

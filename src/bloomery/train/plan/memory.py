@@ -32,7 +32,7 @@ from typing import Literal
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.specs import GIB, Entry
 from bloomery.model.config import GATED, AttentionKind, Base, Lora, ModelConfig, cost
-from bloomery.train.config import AdamW8bit, Level, Optimizer, Training, trained_tokens
+from bloomery.train.config import AdamW8bit, Level, Mesh, Optimizer, Training, trained_tokens
 
 BYTES = 4
 USUAL_TOKENS = 8192
@@ -76,14 +76,33 @@ BASE_WHOLE = "a frozen base lies whole on each device"
 
 ASKED_WHOLE = "each rank asks the model for answers on its own, and would wait for the parts of the others"
 ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
+SAID_TWICE = "both say how ranks share the model"
+HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
+DROPS_OTHERS = "with tp, each device would drop others than one device does"
+WRITTEN_OUT = "with tp, blocks exchange numbers while they compute"
 
 
-def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
-    """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
-    if config.parallelism == "none" or ranks == 1:
-        return False
+def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh | None:
+    """
+    The mesh over which ranks hold parts of a model; None where each holds all of it. Raises ConfigError for a mesh of
+    another number of ranks, and for what cannot be done with the parts of a model.
+    """
+    mesh, how = config.mesh, "a mesh"
+    if mesh is None and config.parallelism == "fsdp":
+        mesh, how = Mesh(dp_shard=ranks), 'parallelism="fsdp"'
+    if mesh is not None and mesh.devices != ranks:
+        sizes = " x ".join(f"{axis} {count}" for axis, count in mesh.sizes.items())
+        what = f"the mesh {sizes} is of {mesh.devices:,} processes, and {ranks:,} train"
+        raise ConfigError(
+            what,
+            where=f"{type(config).__name__.lower()}.mesh",
+            hint=f"Set num_processes={mesh.devices}, or another mesh.",
+        )
+    if mesh is None or ranks == 1:
+        return None
+    cuts, lora = mesh.tp > 1, getattr(config, "lora", None)
     for setting, why, hint in (
-        ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none".'),
+        ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
             SCALES_WHOLE,
@@ -95,14 +114,28 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool
             'Say weight_dtype="float32".',
         ),
         (
-            "training of adapters (LoRA)" if adapters else "",
+            "training of adapters (LoRA)" if adapters and config.mesh is None else "",
             BASE_WHOLE,
-            'Say parallelism="none", or leave out lora.',
+            f'Say mesh = {{ dp_shard = {ranks} }} and parallelism="none", or leave out lora.',
         ),
+        ('parallelism="fsdp"' if config.mesh and config.parallelism == "fsdp" else "", SAID_TWICE, "Leave out one."),
+        ("sample_every" if cuts and config.sample_every else "", HEADS_APART, "Say sample_every=0, or mesh.tp=1."),
+        (
+            "hellaswag" if cuts and getattr(config, "hellaswag", None) else "",
+            HEADS_APART,
+            "Leave out hellaswag, or say mesh.tp=1.",
+        ),
+        (
+            'lora.base_dtype="nf4_double"' if lora and lora.base_dtype == "nf4_double" else "",
+            "its scales have scales that reach over rows",
+            'Say lora.base_dtype="nf4".',
+        ),
+        ("lora.dropout" if cuts and lora and lora.dropout else "", DROPS_OTHERS, "Say lora.dropout=0, or mesh.tp=1."),
+        ('compile="on"' if cuts and config.compile == "on" else "", WRITTEN_OUT, 'Say compile="off", or mesh.tp=1.'),
     ):
         if setting:
-            raise ConfigError(f'{setting} does not go with parallelism="fsdp": {why}', hint=hint)
-    return True
+            raise ConfigError(f"{setting} does not go with {how}: {why}", hint=hint)
+    return mesh
 
 
 def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> int:

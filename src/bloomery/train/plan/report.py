@@ -364,7 +364,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     rows = rows_per_step(config, model.context_length)
     lora: Lora | None = getattr(config, "lora", None)
     level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
-    sharded = check_shard(config, target.devices, adapters=lora is not None)
+    sharded = check_shard(config, target.devices, adapters=lora is not None) is not None and lora is None
     return PlanRequest(
         stage=stage,
         what=Workload(

@@ -14,7 +14,8 @@ train/sharding_rules.py say where each tensor lies. Everything after that is ari
 
 Communication counts the bytes that a device receives in a step, by ring algorithms: (n − 1) / n of a gathered or
 reduced tensor, twice that for an all-reduce. Units are gathered in the forward and again in the backward pass of each
-micro-batch. With tp, each block gathers its tokens and sums its outputs twice in a pass.
+micro-batch. With tp, each block sums its outputs twice in a forward pass, and the gradients of its inputs twice in a
+backward pass. The collectives of training on CPUs are those of this plan, by test.
 
 Speed: the FLOP/s of the spec sheet times LORA_MFU, at 4 FLOP a weight and token for LoRA and 6 for full training. If
 the links need longer at the rate of the spec sheet, they decide.
@@ -46,7 +47,7 @@ from bloomery.train.plan.memory import (
     MemoryEstimate,
     activation_bytes_per_token,
 )
-from bloomery.train.sharding_rules import check_mesh, frozen_tensors, local_shape, placement, rule_of
+from bloomery.train.sharding_rules import ShardingKind, check_mesh, frozen_tensors, local_shape, placement, rule_of
 
 MATMUL_BYTES = 2
 """Of a number in matmuls: bfloat16."""
@@ -66,6 +67,7 @@ class ShardedTensor:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     unit: str
+    kind: ShardingKind
     tp: int | None
     """Dim that tp cuts."""
     dp_shard: int | None
@@ -93,8 +95,8 @@ class ShardedTensor:
         """Of the part that a device of tp computes with."""
         return self.local_numbers * (mesh.dp_shard if self.dp_shard is not None else 1)
 
-    def gathered_bytes(self, mesh: Mesh) -> int:
-        width = self.number_bytes if self.is_code else min(self.number_bytes, MATMUL_BYTES)
+    def gathered_bytes(self, mesh: Mesh, matmul_bytes: int = MATMUL_BYTES) -> int:
+        width = self.number_bytes if self.is_code else min(self.number_bytes, matmul_bytes)
         return self.gathered_numbers(mesh) * width
 
 
@@ -114,6 +116,8 @@ class ShardingRequest:
     activation_checkpointing: Level = "full"
     rows: int = 0
     """At once on each device. 0: as many as fit."""
+    matmul_bytes: int = MATMUL_BYTES
+    """Of a number that devices send each other: 4 where matmuls are in float32."""
 
     @property
     def rows_per_device(self) -> int:
@@ -301,6 +305,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     sequences that are longer than the context of the shape, and for weights in bfloat16 that are trained.
     """
     assert config.mesh is not None
+    assert config.mesh.preset is not None
     preset, context = config.mesh.preset, sequence_length - 1
     model = ModelConfig(preset=preset)
     if context > model.context_length:
@@ -407,6 +412,7 @@ def _tensor(
         shape=shape,
         local_shape=local_shape(name, shape, mesh, block),
         unit=where.unit,
+        kind=where.kind,
         tp=where.tp if mesh.tp > 1 else None,
         dp_shard=where.dp_shard if mesh.dp_shard > 1 else None,
         number_bytes=number_bytes,
@@ -519,20 +525,20 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
             reached[collective, axis] = reached.get((collective, axis), 0.0) + received
 
     for unit, parts in _units(tensors).items():
-        whole = sum(tensor.gathered_bytes(mesh) for tensor in parts)
+        whole = sum(tensor.gathered_bytes(mesh, ask.matmul_bytes) for tensor in parts)
         # a frozen embedding has no backward pass, and the loss uses the head once for both passes
-        again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None)
+        again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not model.tie_embeddings)
         add("all-gather", "dp_shard", whole * (2 if again else 1), mesh.dp_shard)
     for tensor in tensors:
         if tensor.trained:
             add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard)
             add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate)
-            if tensor.tp is None:
-                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp)
-    stream = rows * model.context_length * model.hidden_size * MATMUL_BYTES
+            if tensor.tp is None and (tensor.kind != "sequence" or tensor.name.endswith(("out.bias", "down.bias"))):
+                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp)  # of norms, all have the same
+    stream = rows * model.context_length * model.hidden_size * ask.matmul_bytes
     passes = 2 + (ask.activation_checkpointing == "full")
-    add("all-gather", "tp", stream * (2 * passes * model.num_layers + 2), mesh.tp)  # and embedding, head
-    add("reduce-scatter", "tp", stream * (2 * passes * model.num_layers + 2), mesh.tp)
+    frozen = ask.lora is not None  # nothing in front of the first layer has a gradient
+    add("all-reduce", "tp", stream * (2 * passes * model.num_layers + 2 - frozen), mesh.tp)  # and embedding, head
     return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
 
 

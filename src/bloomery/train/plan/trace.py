@@ -51,7 +51,7 @@ from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
-from bloomery.train.config import Level, Optimizer
+from bloomery.train.config import Level, Mesh, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.loss import ALIGNED_ROWS, chunks_of
 from bloomery.train.optim import Optimizers
@@ -65,7 +65,7 @@ from bloomery.weights.opened import own_weights, put_weight
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -408,7 +408,7 @@ def _traced(step: TracedStep) -> Traced:
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
             gathered = torch.float32 if step.on_processor else step.precision
-            fsdp.shard(model, World(0, step.ranks), device, mesh, dtype=gathered)
+            fsdp.shard(model, World(0, step.ranks), device, devices=mesh, dtype=gathered)
         optimizers = step.prepare(model, precision)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -451,7 +451,7 @@ def _company(ranks: int) -> Iterator[DeviceMesh | None]:
         return
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield init_device_mesh("cpu", (ranks,))
+        yield fsdp.device_mesh(Mesh(dp_shard=ranks), "cpu")
     finally:
         torch.distributed.destroy_process_group()
 
