@@ -61,7 +61,7 @@ def held(found: Traced) -> int:
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
 def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both optimizers, and where something is computed again with one of them: it changes nothing in an update."""
+    """Activation checkpointing changes nothing in an update, so that its levels take one optimizer each."""
     if not compiled:
         monkeypatch.setattr(native, "library", lambda name: None)
     for optimizer in [AdamW(), Muon()] if level == "none" else [Muon() if compiled else AdamW()]:
