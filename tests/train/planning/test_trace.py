@@ -64,7 +64,9 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
     """Activation checkpointing changes nothing in an update, so that its levels take one optimizer each."""
     if not compiled:
         monkeypatch.setattr(native, "library", lambda name: None)
-    for optimizer in [AdamW(), Muon()] if level == "none" else [Muon() if compiled else AdamW()]:
+    one: Optimizer = Muon() if compiled else AdamW()
+    both: list[Optimizer] = [AdamW(), Muon()]
+    for optimizer in both if level == "none" else [one]:
         what = step(SMALL, level, optimizer, accumulates=True)
         trace.cache_clear()
         found, (resting, peak) = trace(what), really(what)
