@@ -1,8 +1,9 @@
 """
 Settings of all tests.
 
-A busy machine is no failure, so examples of hypothesis have no deadline. Signals work as in a terminal, however the
-tests were started: a job in the background inherits a SIGINT that is ignored, and so would every process of a test.
+A busy machine is no failure, so examples of hypothesis have no deadline; each run draws others. Signals work as in a
+terminal, however the tests were started: a job in the background inherits a SIGINT that is ignored, and so would every
+process of a test.
 """
 
 import gc
@@ -20,7 +21,7 @@ from hypothesis import settings
 from bloomery import cli
 from tests.calling import Call
 
-settings.register_profile("bloomery", deadline=None)
+settings.register_profile("bloomery", deadline=None, max_examples=50)
 settings.load_profile("bloomery")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

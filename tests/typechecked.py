@@ -74,4 +74,4 @@ def begin_test() -> None:
     test += 1
 
 
-jaxtyping.jaxtyped = by_shapes
+jaxtyping.jaxtyped = by_shapes  # type: ignore[assignment]

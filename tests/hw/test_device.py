@@ -191,7 +191,10 @@ def test_a_gpu_is_opened_when_it_is_asked_to(tmp_path: Path, monkeypatch: pytest
     assert len(OPENED) == 2
 
 
-def test_the_measured_peak_is_of_random_numbers_and_leaves_a_runs_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "size"), [(0.1, 64), (0.0, 8)])
+def test_the_measured_peak_is_of_random_numbers_of_few_where_a_matmul_takes_long_and_leaves_a_runs_own_alone(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, size: int
+) -> None:
     multiplied: list[torch.Tensor] = []
     mm = torch.mm
 
@@ -201,11 +204,12 @@ def test_the_measured_peak_is_of_random_numbers_and_leaves_a_runs_own_alone(monk
 
     monkeypatch.setattr(torch, "mm", watched)
     monkeypatch.setitem(device.SIZES, "cpu", 64)
-    monkeypatch.setattr(device, "SECONDS", 0.0)
+    monkeypatch.setattr(device, "SECONDS", seconds)
     before = torch.get_rng_state()
     assert device._measured.__wrapped__(device.find("cpu"), "cpu", torch.float32) > 0
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(set(multiplied[0].flatten().tolist())) > 4000
+    assert multiplied[-1].shape == (size, size)
+    assert len(set(multiplied[-1].flatten().tolist())) > 0.95 * size**2
 
 
 NEW_NAME = "_accelerator_setAllocatorSettings"
