@@ -110,8 +110,8 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts.by_name[name] += 1
         held = [[one.untyped_storage() for one in tensors] for tensors in (inputs, results)]
         self._storages += [*held[0], *held[1]]
-        read, written = ({one._cdata: one.nbytes() for one in storages} for storages in held)
-        self.operations.append(Operation(name not in PRODUCTS, read, written))
+        sizes = [{one._cdata: one.nbytes() for one in storages} for storages in held]
+        self.operations.append(Operation(name not in PRODUCTS, *sizes))
         if name in PRODUCTS:
             self._multiply(inputs[-2:])
         else:

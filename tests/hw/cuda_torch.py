@@ -51,7 +51,7 @@ def redirected(torch: Any) -> Any:
             return torch.device("cpu")
         return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
-    class OnProcessor(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
+    class OnProcessor(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.device:  # a name, and no tensor yet
                 return func(*args, **(kwargs or {}))
