@@ -10,17 +10,17 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
-    "(top)": 1_700,
-    "core": 3_830,
+    "(top)": 1_740,
+    "core": 3_850,
     "hw": 4_260,
-    "data": 13_140,
-    "tokenizer": 3_070,
-    "shards": 1_670,
+    "data": 13_240,
+    "tokenizer": 3_090,
+    "shards": 1_690,
     "model": 3_790,
-    "weights": 5_880,
+    "weights": 5_940,
     "train": 9_360,
     "generate": 1_720,
-    "evaluation": 4_590,
+    "evaluation": 4_760,
     "serve": 3_500,
     "stages": 6_160,
 }
