@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -76,9 +76,6 @@ from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from bloomery.weights import peft
 
 IMPORTED = "imported"
 """Stands for the hash of the shards in the lineage of a model that others trained."""
@@ -390,7 +387,7 @@ def language(path: Path) -> ModelLanguage:
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
     if is_adapter(path):
-        _, own, below = _base(path, _adapter(path))
+        _, own, below = _base(path, _base_named(path))
         shape, rows = config_of(below)
         return stretched(shape, own), rows
     opened = opened_model(path)
@@ -600,7 +597,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     from bloomery.weights import peft
 
     adapter = peft.read(folder)
-    facts, own, base_folder = _base(folder, adapter)
+    facts, own, base_folder = _base(folder, adapter.base)
     if facts:
         _same("base", own["digest"], digest(base_folder), folder)
     below = language(base_folder)
@@ -640,7 +637,7 @@ def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
 
 def base_of(folder: Path) -> Path:
     """The model that the adapters of a folder adapt. Raises CheckpointError where it is not there."""
-    return _base(folder, _adapter(folder))[2]
+    return _base(folder, _base_named(folder))[2]
 
 
 def num_rows(folder: Path) -> int:
@@ -653,13 +650,14 @@ def context(folder: Path) -> int:
     return config_of(folder)[0].context_length
 
 
-def _adapter(folder: Path) -> "peft.Adapter":
+def _base_named(folder: Path) -> str:
+    """The base of adapters as PEFT's file names it. Raises CheckpointError where the adapters cannot be read."""
     from bloomery.weights import peft
 
-    return peft.read(folder)
+    return peft.read(folder).base
 
 
-def _base(folder: Path, adapter: "peft.Adapter") -> tuple[dict[str, Any], dict[str, Any], Path]:
+def _base(folder: Path, named: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """What adapters were made from where they are ours, what they adapt, and where that lies."""
     facts: dict[str, Any] = {}
     if (folder / LINEAGE).exists():
@@ -671,7 +669,7 @@ def _base(folder: Path, adapter: "peft.Adapter") -> tuple[dict[str, Any], dict[s
                 where=str(folder / LINEAGE),
                 hint=hint,
             )
-    own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
+    own = facts.get(BASE, {"folder": named, "kept_as": "float32"})
     base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
     if not is_model(base_folder):
         hint = f"Put it there, or name its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."

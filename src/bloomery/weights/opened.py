@@ -8,7 +8,7 @@ model is built without memory for its weights, so that the peak is one tensor mo
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
@@ -29,9 +29,6 @@ from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, round
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from bloomery.weights.gguf import GGUFModel
 
 T = TypeVar("T")
 CONFIG, GGUF_SUFFIX = "config.json", ".gguf"
@@ -92,14 +89,16 @@ class OpenedModel:
     kind: Architecture
     config: ModelConfig
     rows: int
-    gguf: "GGUFModel | None"
+    gguf: Any
+    """Of a file, its GGUFModel; None of a folder."""
 
     def tensors(self, dtype: LoadFormat = "auto") -> TensorReader:
         """The weights. Quantized blocks of GGUF become bfloat16 where that is how they are kept, and else float32."""
         if self.gguf is None:
             return Tensors(self.path, again(self.path))
         self.gguf.tensors.dequantized = torch.bfloat16 if dtype in ("auto", "bfloat16") else torch.float32
-        return self.gguf.tensors
+        tensors: TensorReader = self.gguf.tensors
+        return tensors
 
 
 def opened_model(path: Path) -> OpenedModel:
