@@ -286,7 +286,7 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     _dtype_argument(verb)
     kept = _group(verb, "speed and memory", "serve --dtype int8 --kv-dtype int8 --unload-after 600")
-    formats = "number format of keys and values on the CPU (default: as the weights, at most 16 bits next to fewer)"
+    formats = "number format of keys and values on the CPU (default: float32 next to float32 weights, else bfloat16)"
     kept.add_argument("--kv-dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help=formats)
     guessed = "tokens to guess at once, for answers that repeat their prompt (default: 0)"
     kept.add_argument("--draft-tokens", type=_whole(0, 32), default=0, help=guessed)

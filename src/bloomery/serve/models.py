@@ -55,12 +55,12 @@ def answerer(name: str, path: Path, settings: LoadSettings) -> TextAnswerer:
     Load a model to this machine's device, with the tokenizer and template it was trained with. Raises RunError where
     its weights are larger than the free memory.
     """
-    place = device.find().torch_device
-    needed, free = weight_bytes(path, settings.dtype), free_device_bytes(place)
+    target = device.find().torch_device
+    needed, free = weight_bytes(path, settings.dtype), free_device_bytes(target)
     if needed > free:
         what = f"its weights take {size(needed)}, and {size(free)} of memory are free"
         raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
-    return answerer_of(name, hf.load(path, place, dtype=settings.dtype), settings)
+    return answerer_of(name, hf.load(path, target, dtype=settings.dtype), settings)
 
 
 def answerer_of(name: str, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> TextAnswerer:
