@@ -90,8 +90,8 @@ def read_hosts(path: Path) -> list[HostLine]:
 def start(words: Sequence[str], path: Path) -> None:
     """
     Run `bloomery WORDS` as ranks on all hosts of a file, and wait for them. Ctrl-C and SIGTERM ask every rank to stop;
-    another Ctrl-C ends them. Raises RunError, which names the host, where one fails: then all others have ended too. Raises
-    Terminated where they stopped as asked.
+    another Ctrl-C ends them. Raises RunError, which names the host, where one fails: then all others have ended too.
+    Raises Terminated where they stopped as asked.
     """
     hosts = read_hosts(path)
     env = {
