@@ -50,6 +50,7 @@ JOIN = timedelta(minutes=10)
 LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
 """A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
 SECONDS_BETWEEN_SIGNS = 2.0
+RESUMES = "Look at its machine and network. The same command resumes, also on the ranks that are left."
 
 
 class RankLostError(RunError):
@@ -369,7 +370,7 @@ class Watch:
         So the first rank takes a new name, and tells it to all who say hello.
         """
         self._root, self._store, self._world, self._several = store, store, world, several_machines
-        self.collective, self._count = "start", 0
+        self.collective, self._count, self.verdict = "start", 0, ""
         self._looks, self._resting, self._wide = 0, False, world.is_first
         self._seen: dict[int, tuple[str, int]] = {}
         """Rank -> its last sign ("" for none yet), and how many looks ago it was new."""
@@ -477,8 +478,7 @@ class Watch:
 
     def _end(self, what: str) -> NoReturn:
         where = f"rank {self._world.rank}"
-        hint = "Look at its machine and network. The same command resumes, also on the ranks that are left."
-        error = RankLostError(what, where=f"{where}, in {self.collective}" if self.collective else where, hint=hint)
+        error = RankLostError(what, where=f"{where}, in {self.collective}" if self.collective else where, hint=RESUMES)
         if folder := os.environ.get(launcher.TASK_FOLDER):
             core_io.write_json(Path(folder) / f"{self._world.rank}.json", {"error": error_facts(error)})
         else:
@@ -521,6 +521,8 @@ def _lost(what: str, error: BaseException) -> NoReturn:
     first = str(error).strip().partition("\n")[0]
     stop_watching()
     parent = launcher.TASK_FOLDER in os.environ  # which knows better
+    if verdict := next((watch.verdict for watch in _watches if watch.verdict), ""):
+        raise RankLostError(verdict, where=f"rank {os.environ.get('RANK')}, in {what}", hint=RESUMES) from error
     named = "".join(watch.lost() for watch in _watches if not parent)
     hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."
     raise RankLostError(
