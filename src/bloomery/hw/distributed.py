@@ -6,7 +6,7 @@ MASTER_ADDR and MASTER_PORT. `train/launch.py` starts processes with the same na
 tensors by the vendor's library. Texts go as JSON, and nothing is pickled.
 
 If a rank is lost, the others notice at the next exchange and raise a RunError. A rank that is frozen, or whose cable
-is cut, closes no connection. So all ranks give signs of life (`Watch`), and end soon after one stops.
+is cut, closes no connection. So all ranks give signs of life (`LifeWatch`), and end soon after one stops.
 """
 
 import json
@@ -331,7 +331,7 @@ def _store() -> Any:
         raise RunError(what, where=f"{host}:{port}", hint=hint) from None
     process = launcher.launched()
     assert process is not None
-    watch = Watch(own, World(process.rank, process.size), process.local_size < process.size)
+    watch = LifeWatch(own, World(process.rank, process.size), process.local_size < process.size)
     _watches.append(watch)
     kept = elsewhere and launcher.TASK_FOLDER not in os.environ
     if kept and process.rank:
@@ -354,7 +354,7 @@ def meet() -> None:
     _store()
 
 
-class Watch:
+class LifeWatch:
     """
     Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all of
     them, and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
@@ -457,10 +457,11 @@ class Watch:
                 seconds = round(patience * SECONDS_BETWEEN_SIGNS)
                 what = f"{self._named(rank)} gave no sign of life for {seconds} s"
                 if self._world.is_first:
+                    self.verdict = what
                     self._store.set("lost", what)
-                    time.sleep(
-                        2 * SECONDS_BETWEEN_SIGNS
-                    )  # in which the others hear of it, from a store of this process
+                    time.sleep(2 * SECONDS_BETWEEN_SIGNS)  # in which the others hear of it
+                    if self._resting:  # the end of others has ended the wait, and weights may be on their way to disk
+                        continue
                 self._end(what)
         if not self._world.is_first and self._store.check(["lost"]) and (what := self._store.get("lost").decode()):
             self._end(what)
@@ -486,7 +487,7 @@ class Watch:
         os._exit(2)
 
 
-_watches: list[Watch] = []
+_watches: list[LifeWatch] = []
 """That of this process, as soon as it has met the others."""
 
 
