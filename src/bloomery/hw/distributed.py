@@ -460,7 +460,7 @@ class LifeWatch:
                     self.verdict = what
                     self._store.set("lost", what)
                     time.sleep(2 * SECONDS_BETWEEN_SIGNS)  # in which the others hear of it
-                    if self._resting:  # the end of others has ended the wait, and weights may be on their way to disk
+                    if self._resting:  # the wait has ended otherwise: weights may be on their way to disk
                         continue
                 self._end(what)
         if not self._world.is_first and self._store.check(["lost"]) and (what := self._store.get("lost").decode()):
