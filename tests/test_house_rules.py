@@ -69,6 +69,8 @@ READS_JSON = {
     "evaluation/sandbox_child.py": "what the process that started this one asks",
     "hw/distributed.py": "what other ranks of the same run say",
     "hw/kernel_trials.py": "what a child process says",
+    "hw/hosts.py": "what the process that starts ranks says",
+    "hw/monitor.py": "what tools of vendors print",
     "weights/pickled.py": "what a child process says",
     "tokenizer/importers.py": "what the library of tokenizers has just written",
     "tokenizer/tokenizer.py": "what the library of tokenizers has just written",

@@ -6,7 +6,7 @@ MASTER_ADDR and MASTER_PORT. `train/launch.py` starts processes with the same na
 tensors by the vendor's library. Texts go as JSON, and nothing is pickled.
 
 If a rank is lost, the others notice at the next exchange and raise a RunError. A rank that is frozen, or whose cable
-is cut, closes no connection. So all ranks give signs of life (`Watch`), and end soon after one stops.
+is cut, closes no connection. So all ranks give signs of life (`LifeWatch`), and end soon after one stops.
 """
 
 import json
@@ -50,6 +50,7 @@ JOIN = timedelta(minutes=10)
 LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
 """A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
 SECONDS_BETWEEN_SIGNS = 2.0
+RESUMES = "Look at its machine and network. The same command resumes, also on the ranks that are left."
 
 
 class RankLostError(RunError):
@@ -330,7 +331,7 @@ def _store() -> Any:
         raise RunError(what, where=f"{host}:{port}", hint=hint) from None
     process = launcher.launched()
     assert process is not None
-    watch = Watch(own, World(process.rank, process.size), process.local_size < process.size)
+    watch = LifeWatch(own, World(process.rank, process.size), process.local_size < process.size)
     _watches.append(watch)
     kept = elsewhere and launcher.TASK_FOLDER not in os.environ
     if kept and process.rank:
@@ -353,7 +354,7 @@ def meet() -> None:
     _store()
 
 
-class Watch:
+class LifeWatch:
     """
     Signs of life. Each rank tells the store every SECONDS_BETWEEN_SIGNS what it does. The first rank looks at all of
     them, and says so where a rank is lost; the others look at the first one's. A rank that waits for a lost one waits
@@ -369,7 +370,7 @@ class Watch:
         So the first rank takes a new name, and tells it to all who say hello.
         """
         self._root, self._store, self._world, self._several = store, store, world, several_machines
-        self.collective, self._count = "start", 0
+        self.collective, self._count, self.verdict = "start", 0, ""
         self._looks, self._resting, self._wide = 0, False, world.is_first
         self._seen: dict[int, tuple[str, int]] = {}
         """Rank -> its last sign ("" for none yet), and how many looks ago it was new."""
@@ -456,10 +457,11 @@ class Watch:
                 seconds = round(patience * SECONDS_BETWEEN_SIGNS)
                 what = f"{self._named(rank)} gave no sign of life for {seconds} s"
                 if self._world.is_first:
+                    self.verdict = what
                     self._store.set("lost", what)
-                    time.sleep(
-                        2 * SECONDS_BETWEEN_SIGNS
-                    )  # in which the others hear of it, from a store of this process
+                    time.sleep(2 * SECONDS_BETWEEN_SIGNS)  # in which the others hear of it
+                    if self._resting:  # the wait has ended otherwise: weights may be on their way to disk
+                        continue
                 self._end(what)
         if not self._world.is_first and self._store.check(["lost"]) and (what := self._store.get("lost").decode()):
             self._end(what)
@@ -477,8 +479,7 @@ class Watch:
 
     def _end(self, what: str) -> NoReturn:
         where = f"rank {self._world.rank}"
-        hint = "Look at its machine and network. The same command resumes, also on the ranks that are left."
-        error = RankLostError(what, where=f"{where}, in {self.collective}" if self.collective else where, hint=hint)
+        error = RankLostError(what, where=f"{where}, in {self.collective}" if self.collective else where, hint=RESUMES)
         if folder := os.environ.get(launcher.TASK_FOLDER):
             core_io.write_json(Path(folder) / f"{self._world.rank}.json", {"error": error_facts(error)})
         else:
@@ -486,7 +487,7 @@ class Watch:
         os._exit(2)
 
 
-_watches: list[Watch] = []
+_watches: list[LifeWatch] = []
 """That of this process, as soon as it has met the others."""
 
 
@@ -521,6 +522,8 @@ def _lost(what: str, error: BaseException) -> NoReturn:
     first = str(error).strip().partition("\n")[0]
     stop_watching()
     parent = launcher.TASK_FOLDER in os.environ  # which knows better
+    if verdict := next((watch.verdict for watch in _watches if watch.verdict), ""):
+        raise RankLostError(verdict, where=f"rank {os.environ.get('RANK')}, in {what}", hint=RESUMES) from error
     named = "".join(watch.lost() for watch in _watches if not parent)
     hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."
     raise RankLostError(
