@@ -263,7 +263,8 @@ def shard(
     dtype = dtype or gathered_dtype(device)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
-    for unit, modules in [*units(model, mesh).items(), ("", [model])]:  # the model itself takes what is left
+    groups: list[tuple[str, list[nn.Module]]] = [*units(model, mesh).items(), ("", [model])]  # the model: what is left
+    for unit, modules in groups:
         has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
         policy: dict[str, Any] = {} if dtype == torch.float32 or has_scales else {"mp_policy": mixed}
         if unit == "head":  # the loss reads it after the forward pass

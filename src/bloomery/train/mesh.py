@@ -102,7 +102,7 @@ class _Held(NamedTuple):
         once = matrix == "row" and kind == "sequence"
         if isinstance(layout, Replicate) and (once or kind != "sequence"):
             layout = Partial()
-        return cls(owner, name, layout, float(not once or devices.get_local_rank() == 0))  # type: ignore[arg-type]
+        return cls(owner, name, layout, float(not once or devices.get_local_rank() == 0))
 
 
 def _computed(plain: Any, kind: ShardingKind, held: list[_Held], devices: DeviceMesh, x: Tensor, *rest: Any) -> Tensor:
@@ -138,7 +138,7 @@ def _as_parts(held: list[_Held]) -> Iterator[None]:
         for entry, weight in zip(held, weights, strict=True):
             assert isinstance(weight, DTensor)
             plain = weight.to_local(grad_placements=[entry.gradient])
-            entry.owner._parameters[entry.name] = plain if entry.share else plain * 0  # type: ignore[assignment]
+            entry.owner._parameters[entry.name] = plain if entry.share else plain * 0
         yield
     finally:
         for entry, weight in zip(held, weights, strict=True):
