@@ -511,10 +511,10 @@ def _wordlist(entries: tuple[str, ...], path: Path | None, version: tuple[int, .
 def stamp(path: Path | None) -> tuple[int, ...]:
     """What changes with a file, as a part of the key of a cache: its number, size and time. () without a file."""
     try:
-        found = path.stat() if path is not None else None
+        state = path.stat() if path is not None else None
     except OSError:  # who reads the file says why it cannot be read
         return ()
-    return () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+    return () if state is None else (state.st_ino, state.st_size, state.st_mtime_ns)
 
 
 class RulePreset(FilterBase):
