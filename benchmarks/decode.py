@@ -27,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def main() -> None:
                 by_name = programs(loaded, engines, Path(folder), threads)
                 if "answers" in options.parts:
                     count = 8 if options.quick else NEW
-                    found, ratios = compared(by_name, rounds, lambda run, n=count: n / answer_seconds(run, n))
+                    found, ratios = compared(by_name, rounds, partial(answer_rate, count))
                     speed |= {f"answers: {name}": value for name, value in found.items()}
                     own |= {f"answers: {name}": value for name, value in ratios.items()}
                     speed["bytes per second"] = limit = read_rate()
@@ -120,7 +121,7 @@ def main() -> None:
                         own[f"answers: {form} of_limit"] = found[f"ours {form}"] * one.decoder.num_bytes / limit
                 if "prompts" in options.parts:
                     long = some_ids(CONVERSATION // 5 if options.quick else LONG, 7)
-                    found, ratios = compared(by_name, rounds, lambda run, ids=long: len(ids) / run(ids, 1))
+                    found, ratios = compared(by_name, rounds, partial(prompt_rate, long))
                     speed |= {f"prompts: {name}": value for name, value in found.items()}
                     own |= {f"prompts: {name}": value for name, value in ratios.items()}
                 del by_name
@@ -257,6 +258,16 @@ def answer_seconds(run: Program, count: int) -> float:
     """Seconds of an answer without its prompt."""
     prompt = some_ids(PROMPT, 5)
     return run(prompt, 1 + count) - run(prompt, 1)
+
+
+def answer_rate(count: int, run: Program) -> float:
+    """Tokens a second of an answer."""
+    return count / answer_seconds(run, count)
+
+
+def prompt_rate(ids: Sequence[int], run: Program) -> float:
+    """Tokens a second of a prompt."""
+    return len(ids) / run(ids, 1)
 
 
 def compared(

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 from decode import published
 from demo import commit
 
@@ -109,8 +109,13 @@ def generated(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
     match rng.choice(kinds):
         case "string":
             length = rng.randint(0, 12)
-            patterns = ({}, {"pattern": "^[A-Z]{2}-[0-9]{1,4}$"}, {"format": "date"}, {"format": "uuid"})
-            return {"type": "string", **(rng.choice(patterns) or {"minLength": length, "maxLength": length + 8})}
+            forms: tuple[dict[str, str], ...] = (
+                {},
+                {"pattern": "^[A-Z]{2}-[0-9]{1,4}$"},
+                {"format": "date"},
+                {"format": "uuid"},
+            )
+            return {"type": "string", **(rng.choice(forms) or {"minLength": length, "maxLength": length + 8})}
         case "integer":
             low = rng.randint(-1000, 1000)
             return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}

@@ -105,10 +105,9 @@ def pretend(target: str) -> tuple[Any, Any]:
 
 def graphs() -> list[tuple[bool, Any, Any]]:
     """Of a block: whether it is the backward pass, the graph, and its inputs."""
-    from bloomery.model.mask import AttentionMask
-    from bloomery.model.rope import rotation
-
+    from bloomery.model.attention import AttentionMask
     from bloomery.model.config import ModelConfig
+    from bloomery.model.layers import rotation
     from bloomery.model.transformer import Block
 
     import torch

@@ -167,7 +167,7 @@ def test_int4_is_as_near_as_its_sixteen_steps_allow(spread: float) -> None:
     weight = spread * torch.randn(50, 200, generator=torch.Generator().manual_seed(1)) + 0.3 * spread
     packed = pack(weight, "int4")
     assert packed.scales is not None
-    four = packed.codes.view(torch.uint8).unflatten(-1, (16, 4)).movedim(-1, 3)  # of 8 codes: (P, groups, 4, 4, 16)
+    four = packed.codes.view(torch.uint8).unflatten(-1, (16, 4)).movedim(-1, 3)  # type: ignore[no-untyped-call]  # of 8 codes: (P, groups, 4, 4, 16)
     codes = torch.cat((four.flatten(2, 3) & 15, four.flatten(2, 3) >> 4), 2)  # (P, groups, 32, 16)
     factor, added = packed.scales.float().unbind(2)
     numbers = codes.float() * factor[:, :, None] + added[:, :, None]

@@ -88,7 +88,7 @@ def test_adapters_on_an_nf4_base_over_a_mesh_learn_what_one_process_learns(tmp_p
     assert recipe.finetune is not None
     over = recipe.finetune.model_copy(update={"mesh": Mesh(dp_shard=2), "num_processes": 2})
     told = finetune.run(over, {name: folders[name] for name in ("instruct", "pretrain")}, tmp_path / "mesh")
-    alone = pipeline.read_manifest(folders["finetune"])["stats"]
+    alone = records.read_manifest(folders["finetune"])["stats"]
     for name in ("trained_parameters", "model_bytes", "supervised_tokens", "steps"):
         assert told[name] == alone[name], name
     assert told["validation_loss"] == pytest.approx(alone["validation_loss"], abs=2e-5)

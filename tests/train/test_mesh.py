@@ -31,6 +31,7 @@ from tests.tokenizer.made import small
 from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, processor, session, stopped, write_samples
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = {
@@ -121,11 +122,11 @@ def learned(model: Transformer, other: str, world: World) -> dict[str, Any]:
     return told
 
 
-class Received(TorchDispatchMode):
+class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes that this rank receives by ring algorithms, by collective."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +138,8 @@ class Received(TorchDispatchMode):
         elif "c10d.allreduce_" in name:
             self._reduced(args[0][0].nbytes, torch.distributed.ProcessGroup.unbox(args[1]).size())
         elif "_c10d_functional.all_reduce" in name:
-            self._reduced(args[0].nbytes, torch.distributed.distributed_c10d._resolve_process_group(args[2]).size())
+            group: Any = distributed_c10d
+            self._reduced(args[0].nbytes, group._resolve_process_group(args[2]).size())
         else:
             assert "allgather" not in name, name
             assert "reduce_scatter" not in name, name
@@ -153,7 +155,8 @@ def received(model: Transformer, world: World) -> dict[str, float]:
     with Received() as bytes_by_collective:
         accumulate_gradients(model, replace(whole, targets=whole.ids), 2, on_cpu(), world=world)
     model.zero_grad()
-    return bytes_by_collective.bytes
+    counted: dict[str, float] = bytes_by_collective.bytes
+    return counted
 
 
 def planned(method: str, mesh: Mesh) -> dict[str, float]:
@@ -232,13 +235,13 @@ def test_each_rank_keeps_of_what_it_reads_its_part_of_the_quantized_whole(
     weights = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
     if adapters is not None:
         lora.attach(whole, adapters, 0)
-    mesh, base = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2]), "float32"
+    mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
     expected = {name.replace(".base.", "."): tensor for name, tensor in whole.state_dict().items()}
     for rank in range(mesh.devices):
         own = fsdp.OwnParts(mesh, rank, dora=adapters is not None and adapters.dora)
         model = on_meta(ModelConfig(**shape), VOCAB)
         for name, weight in weights.items():
-            own.take(model, name, weight, "float32", base if adapters is None else adapters.frozen_dtype)
+            own.take(model, name, weight, "float32", "float32" if adapters is None else adapters.frozen_dtype)
         assert all(one.is_meta for one in model.state_dict().values())
         assert own._parts.keys() == {name for name in expected if "lora_" not in name}
         for name, kept in own._parts.items():
@@ -302,11 +305,13 @@ def test_runs_go_on_from_mesh_to_mesh_and_bit_for_bit_on_the_same(tmp_path: Path
     hf.save(tmp_path / "base", model, Renderer(small()), LINEAGE)
     trained(tmp_path, (1, 1, 1), "alone", World.alone())
     for number, axes in enumerate(CHAIN):
-        ranks, task = int(np.prod(axes)), {"folder": str(tmp_path), "axes": axes, "out": str(number)}
+        ranks, task = (
+            int(np.prod(axes)),
+            {"folder": str(tmp_path), "axes": axes, "out": str(number), "again": not number},
+        )
         if number:
             for method in ("full", "adapters"):
                 stopped(tmp_path / str(number - 1) / method, tmp_path / str(number) / method, number)
-        task["again"] = not number
         go_on(task, World.alone()) if ranks == 1 else launch.run("tests.train.test_mesh:go_on", task, ranks)
         for method in ("full", "adapters"):
             alone, other = tmp_path / "alone" / method, tmp_path / str(number) / method

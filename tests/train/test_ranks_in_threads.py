@@ -67,7 +67,7 @@ def together(batch: Batch, size: int, micro_batch: int) -> list[tuple[float, int
 
     def one(world: World) -> tuple[float, int, dict[str, Tensor]]:
         model = lively(SHAPES[1])
-        loss, tokens, _ = accumulate_gradients(model, batch, micro_batch, on_cpu(), world=world)
+        loss, tokens, *_ = accumulate_gradients(model, batch, micro_batch, on_cpu(), world=world)
         return loss, tokens, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     with ThreadPoolExecutor(size) as pool:

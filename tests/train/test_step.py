@@ -28,7 +28,7 @@ CPU = on_cpu()
 
 def gradients(batch: Batch, micro_batch: int, seed: int = 0) -> tuple[float, int, dict[str, Tensor]]:
     model = lively(SHAPES[seed % len(SHAPES)], seed)
-    loss, tokens, _ = accumulate_gradients(model, batch, micro_batch, CPU)
+    loss, tokens, *_ = accumulate_gradients(model, batch, micro_batch, CPU)
     return loss, tokens, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 

@@ -29,7 +29,14 @@ import torch
 
 MAX_WAITING = 1024
 """Sequences of a model. The queue of requests has its own, smaller limit."""
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.625, "nf4": 0.53125}
+WEIGHT_BYTES: dict[LoadFormat, float] = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "int4": 0.625,
+    "nf4": 0.53125,
+}
 """Of a number in the matrices of blocks, with its share of scales. What is not in these matrices has 2 or 4 bytes."""
 
 

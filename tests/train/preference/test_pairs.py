@@ -54,7 +54,7 @@ def found(loss: PairLoss, micro_batch: int, size: int) -> list[tuple[float, dict
 
     def one(world: World) -> tuple[float, dict[str, float], Transformer]:
         model = lively(SHAPES[1])
-        value, _, metrics = accumulate_gradients(model, batch, micro_batch, CPU, PreferenceLoss(loss, table), world)
+        value, _, metrics, _ = accumulate_gradients(model, batch, micro_batch, CPU, PreferenceLoss(loss, table), world)
         return value, metrics, model
 
     with ThreadPoolExecutor(size) as pool:

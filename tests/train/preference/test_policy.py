@@ -41,7 +41,7 @@ def test_the_loss_and_its_gradient_are_those_of_its_formula_token_by_token(norma
     advantage = np.array([1.2, -0.7, 0.1, -0.6], np.float32)
     drawn = Drawn(batch.samples[order], advantage[order], now[order], before[order], {"reward": 0.25})
     model, policy = lively(SHAPES[0]), GRPOLoss(loss, lambda: drawn)
-    value, _, metrics = accumulate_gradients(model, batch, micro_batch, CPU, policy)
+    value, _, metrics, _ = accumulate_gradients(model, batch, micro_batch, CPU, policy)
     found = by_token(plain, batch, CPU, 1.3)
     total, tokens, apart, held = torch.zeros(()), 0, 0.0, 0
     for row in range(4):
