@@ -117,7 +117,7 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["fly"], "there is no verb 'fly'\nVerbs: run, plan, status, "),
+        (["fly"], "there is no verb 'fly'\nVerbs: run, launch, plan, status, "),
         (["statsu", "runs/a"], "there is no verb 'statsu'\nDid you mean 'status'?"),
         (["run"], "the following arguments are required: RECIPE\n"),
         (["chat"], "the following arguments are required: MODEL\n"),
