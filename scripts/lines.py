@@ -21,7 +21,7 @@ BUDGET = {
     "train": 9_970,
     "generate": 1_730,
     "evaluation": 4_760,
-    "serve": 3_565,
+    "serve": 3_580,
     "stages": 6_170,
 }
 

@@ -34,6 +34,7 @@ IMPORTS_WHEN_CALLED = (
     "hw/device.py",
     "hw/kernel_trials.py",
     "serve/chat_model.py",
+    "serve/models.py",
     "weights/hf.py",
     "weights/locate.py",
     "weights/opened.py",
@@ -399,7 +400,7 @@ def test_json_of_files_is_read_by_one_reader_with_a_schema() -> None:
     report(broken + [f"{place} no longer parses JSON: take it out of READS_JSON" for place in READS_JSON.keys() - used])
 
 
-WRITES_INTO_BLOCKS = ("train/compile.py", "train/activation_checkpointing.py")
+WRITES_INTO_BLOCKS = ("train/compile.py", "train/activation_checkpointing.py", "train/mesh.py")
 """Which replace the forward pass of a torch module."""
 
 

@@ -474,23 +474,16 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.hw import launcher
 
     launcher.adopt()
-    if (
-        os.environ.get("RANK", "0") == "0" and not options.hosts
-    ):  # of processes that a launcher has started, the first one talks
+    if os.environ.get("RANK", "0") == "0" and not options.hosts:  # of a launcher's processes, the first one talks
         log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
     from bloomery.core import pipeline, records, run_dir
     from bloomery.stages import terminal
 
-    alone, asked = launcher.num_processes() == 1, options.until or options.only
+    alone, asked = launcher.num_processes() == 1 and not options.hosts, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
-        if (
-            alone
-            and not options.hosts
-            and (root := command.up_to_date()) is not None
-            and asked in (None, *records.stage_folders(root))
-        ):
+        if alone and (root := command.up_to_date()) is not None and asked in (None, *records.stage_folders(root)):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
         try:
@@ -511,13 +504,12 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     from bloomery.stages.run_report import by_first_process, run_recipe
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    root = options.runs / recipe.name
     if options.hosts:
-        hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
-        return
+        return hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
 
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
+        root = options.runs / recipe.name
         left = run_recipe(STAGES, recipe, root, until=options.until, only=options.only, again=_again(options))
         if not left:
             command.remember(root, before)
@@ -689,8 +681,7 @@ def serve(options: argparse.Namespace) -> int:
     from bloomery.weights.locate import locate_model
 
     if not options.runs.is_dir() and not options.models:
-        hint = "Name a model, or the folder that holds run folders: --runs DIR"
-        raise RunError("does not exist", where=str(options.runs), hint=hint)
+        raise RunError("does not exist", where=str(options.runs), hint="Name a model, or a folder of runs: --runs DIR")
     named = {str(model): locate_model(model) for model in options.models}
     token = (os.environ.get("BLOOMERY_TOKEN") or None) if options.token is None else options.token
     settings = LoadSettings(options.dtype, options.kv_dtype, options.draft_tokens, options.unload_after)
