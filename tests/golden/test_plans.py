@@ -129,7 +129,8 @@ def test_machines_of_128_gb_that_share_it_hold_seven_billion_weights_in_eight_bi
     assert not made.choice.fits
     assert made.change is not None
     assert "adamw8bit" in made.change[0]
-    assert made.change[1].needs.resting == pytest.approx((4 + 2) * made.ask.what.parameters, rel=0.02)
+    assert "bfloat16" in made.change[0], "pinned copies of a save in float32 have no room in the memory that both share"
+    assert made.change[1].needs.resting == pytest.approx((2 + 2) * made.ask.what.parameters, rel=0.02)
     whole = plan(PLASMA, 48_000, target, tokens=32_768)
     assert whole.choice.way.rows * 1024 == 32_768, "a whole step at once"
 
