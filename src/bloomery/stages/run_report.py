@@ -17,6 +17,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import pipeline, records, run_dir
+from bloomery.core.config import nested
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
 from bloomery.core.pipeline import Stage, StagePlan, machine, resolve, versions
@@ -56,15 +57,14 @@ def run_recipe(
     the data card and the page. `again` is the command that runs what `until` and `only` leave. Returns these stages.
     Raises ConfigError for a mesh of another number of processes, and for what it does not train.
     """
+    for config in nested(recipe):
+        if isinstance(config, Training) and config.mesh is not None:
+            lora = getattr(config, "lora", None)
+            check_shard(config, launcher.num_processes(config.num_processes), adapters=lora is not None)
     began = time.monotonic()
     ran: list[str] = []
 
     def before(recipe: Any, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
-        for plan in due:
-            config = plan.config
-            if isinstance(config, Training) and config.mesh is not None:
-                adapters = getattr(config, "lora", None) is not None
-                check_shard(config, launcher.num_processes(config.num_processes), adapters=adapters)
         ran.extend(plan.stage.name for plan in due)
         terminal.head(root, plans, due, lambda: stages_plan.first_seconds(recipe, due))
         trains = any(plan.stage.name == "pretrain" for plan in plans)
