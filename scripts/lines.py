@@ -18,10 +18,10 @@ BUDGET = {
     "shards": 1_690,
     "model": 3_790,
     "weights": 5_950,
-    "train": 9_970,
-    "generate": 1_730,
+    "train": 9_980,
+    "generate": 1_740,
     "evaluation": 4_760,
-    "serve": 3_580,
+    "serve": 3_590,
     "stages": 6_170,
 }
 

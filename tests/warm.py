@@ -40,7 +40,7 @@ class Process(subprocess.Popen[bytes]):
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (timeout or math.inf)
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)

@@ -407,7 +407,8 @@ class Scheduler:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> "Scheduler":
         return self
@@ -427,8 +428,12 @@ class Scheduler:
                 self._admit()
                 self._step()
             except Exception as error:  # of a step, which concerns all that are running
-                for sequence in list(self._running):
-                    self._leave(sequence, None, error)
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End what is running. A function of its own, so that the loop keeps no request, and with it the model."""
+        for sequence in list(self._running):
+            self._leave(sequence, None, error)
 
     def _end_cancelled(self, *, all_of_them: bool) -> None:
         with self._wake:

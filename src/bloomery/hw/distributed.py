@@ -9,6 +9,7 @@ If a rank is lost, the others notice at the next exchange and raise a RunError. 
 is cut, closes no connection. So all ranks give signs of life (`LifeWatch`), and end soon after one stops.
 """
 
+import atexit
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -372,6 +373,7 @@ class LifeWatch:
         self._root, self._store, self._world, self._several = store, store, world, several_machines
         self.collective, self._count, self.verdict = "start", 0, ""
         self._looks, self._resting, self._wide = 0, False, world.is_first
+        self._leaves, self._threads = threading.Event(), list[threading.Thread]()
         self._seen: dict[int, tuple[str, int]] = {}
         """Rank -> its last sign ("" for none yet), and how many looks ago it was new."""
         limit = launcher.number(LIFE, os.environ, LIFE_SECONDS, at_least=10, below=86_401, hint=f"Unset {LIFE}.")
@@ -381,8 +383,16 @@ class LifeWatch:
         self._store = c10d.PrefixStore(self.attempt, self._root)
         if self._world.is_first:
             self._store.set("lost", "")
-        for work in (self._give_signs, self._mind_store):
-            threading.Thread(target=work, daemon=True).start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._give_signs, self._mind_store)]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Give no more signs. A thread that asks the store while Python ends would abort the process."""
+        self._leaves.set()
+        for thread in self._threads:
+            thread.join(3 * SECONDS_BETWEEN_SIGNS)
 
     def enter(self, collective: str) -> None:
         """Remember where this rank is: "" within no collective."""
@@ -421,16 +431,12 @@ class LifeWatch:
         return f"rank {rank} ({host}, process {process}, {where} {count})"
 
     def _give_signs(self) -> None:
-        while True:
-            try:
+        while not self._leaves.is_set():
+            with suppress(RuntimeError):  # the store is gone, as at the end; if not, `_mind_store` ends the process
                 self._store.set(f"sign/{self._world.rank}", self._sign())
                 self._look()
                 self._looks += 1
-            except (
-                RuntimeError
-            ):  # the store is gone, as at the end of a job; if it is not the end, `_mind_store` ends it
-                pass
-            time.sleep(SECONDS_BETWEEN_SIGNS)
+            self._leaves.wait(SECONDS_BETWEEN_SIGNS)
 
     def _welcome(self) -> None:
         """Tell the name of this attempt to the ranks that are not there yet. Earlier hellos have no reader."""
@@ -469,8 +475,7 @@ class LifeWatch:
     def _mind_store(self) -> None:
         """End the process where the store does not answer, which blocks whoever asks it."""
         looks, silent = -1, 0
-        while self._several:
-            time.sleep(SECONDS_BETWEEN_SIGNS)
+        while self._several and not self._leaves.wait(SECONDS_BETWEEN_SIGNS):
             silent = silent + 1 if looks == self._looks else 0
             looks = self._looks
             if silent > self._patience and not self._resting:

@@ -101,7 +101,9 @@ def start(words: Sequence[str], path: Path) -> None:
         **{name: os.environ[name] for name in HANDED_ON if name in os.environ},
     }
     launcher.address(env)
-    remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'bloomery.hw.hosts'])}"
+    paths = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
+    program = shlex.join(["env", *paths, sys.executable, "-m", "bloomery.hw.hosts"])
+    remote = f"cd {shlex.quote(os.getcwd())} && exec {program}"
     processes: list[subprocess.Popen[bytes]] = []
     with on_signals(_interrupt) as stop:
         stop.saves = True
@@ -198,7 +200,8 @@ def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
 
 def _serve() -> int:
     """Start the ranks of this host as the first line of the input says, and end with them. Returns their exit code."""
-    line = sys.stdin.buffer.readline(MAX_TASK_BYTES)
+    with open(0, "rb", buffering=0, closefd=False) as lines:  # a buffer would keep the next line from `_mind`
+        line = lines.readline(MAX_TASK_BYTES)
     if not line.endswith(b"\n"):
         return 2
     task = json.loads(line)

@@ -80,7 +80,7 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
     for tool, names in MPI.items():
         if names[0] in env and names[3] in env:
             rank, size, local_rank, local_size = (_task_number(name, env, tool) for name in names)
-            job, hosts = "", "127.0.0.1" if local_size == size else ""
+            job, hosts = env.get("PMIX_NAMESPACE", ""), "127.0.0.1" if local_size == size else ""
             cure = (
                 f"With several machines, hand on the first one's name as MASTER_ADDR, in {tool} by an option of mpirun."
             )

@@ -98,6 +98,8 @@ class GpuMonitor:
                 continue
             finally:
                 self._asked = None
+            if self._ends.is_set():  # the table is part of a finished stage
+                return
             kept = {gpu: self._plausible(gpu, reading) for gpu, reading in list(readings.items())[:MAX_GPUS]}
             with self._lock:
                 for gpu, reading in kept.items():
@@ -196,7 +198,7 @@ def _known(**values: tuple[Any, float]) -> Reading:
     known = Reading()
     for name, (value, factor) in values.items():
         number: Any = value.get("value") if isinstance(value, Mapping) else value
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             known[name] = float(number) * factor
     return known
 

@@ -112,6 +112,7 @@ class ModelRegistry:
         """When each loaded model was last asked or computed."""
         self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
         self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
+        self._load_lock, self._watched = threading.Lock(), set[str]()
         for folder in locate.unnamable(runs):
             info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
 
@@ -145,12 +146,18 @@ class ModelRegistry:
             if model is None or loaded_mtime != mtime:
                 self._loading += 1
                 try:
-                    model = answerer(name, path, self.settings)
+                    with self._load_lock:  # the memory that one takes is not counted for another
+                        self._loaded.pop(name, None)
+                        if model is not None:  # an earlier version gives its memory back
+                            model = None
+                            _free()
+                        model = answerer(name, path, self.settings)
                 finally:
                     self._loading -= 1
-                if self.settings.unload_after and name not in self._loaded:
-                    self._watch(name)
                 self._loaded[name] = mtime, model
+                if self.settings.unload_after and name not in self._watched:
+                    self._watched.add(name)
+                    self._watch(name)
             return model
 
     def _watch(self, name: str) -> None:
@@ -161,13 +168,16 @@ class ModelRegistry:
 
     def _unload_idle(self, name: str) -> None:
         with self._locks[name]:
+            if name not in self._loaded:  # a newer version could not be loaded
+                return self._watched.discard(name)
             model, now = self._loaded[name][1], time.monotonic()
             if model.is_busy:
                 self._asked[name] = now
             if now - self._asked[name] < self.settings.unload_after:
                 return self._watch(name)
             del self._loaded[name], model
-        gc.collect()
+            self._watched.discard(name)
+        _free()
         info(f"{name}: unloaded after {self.settings.unload_after} s without a request")
 
     @property
@@ -205,6 +215,12 @@ def _facts(path: Path) -> tuple[int, dict[str, Any]]:
         "bits_per_byte": bits.get("model") if isinstance(bits, dict) and bits.get("bytes") else None,
     }
     return config.context_length, {name: value for name, value in known.items() if value is not None}
+
+
+def _free() -> None:
+    """Give the memory of models back that nobody holds, to the device too."""
+    gc.collect()
+    device.find().release()
 
 
 def _made(path: Path) -> float:

@@ -84,6 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         share: float,
         with_grads: bool,
         company: World,
+        most_rows: int,
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         tiles, here = cpu.matmul_ready(hidden, weight), on_processor(hidden)
@@ -91,7 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         table = weight if tiles else weight.to(hidden.dtype) if here else padded_table(weight, hidden.dtype)
         grad_hidden = hidden.new_empty(hidden.shape) if with_grads else None
         grad_weight: Tensor | None = None
-        size = chunk_tokens(vocab_size, processor=here)
+        size = chunk_tokens(most_rows, processor=here)  # the same on all ranks, which sum each chunk
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
             logits = _logits(hidden[piece], table, tiles)
@@ -130,7 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return totals.sum() * share, entropy
 
     @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, *tuple[None, ...]]:
         """The gradients are given away, not copied: there is no second backward pass."""
         if context.grads is None:
             raise RuntimeError(
@@ -141,7 +142,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if not known or float(upstream[0]) != 1.0:  # a pass over the largest weight
             grad_hidden = grad_hidden.mul_(upstream[0])
             grad_weight = None if grad_weight is None else grad_weight.mul_(upstream[0])
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
@@ -220,13 +221,14 @@ def token_losses(
     https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0. A weight that is a DTensor has rows on each of its ranks,
     which all call it with the same tokens.
     """
-    company = World.alone()
+    company, most_rows = World.alone(), len(weight)
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         company = World(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-        targets = targets - company.rank * -(-len(weight) // company.size)
+        most_rows = -(-len(weight) // company.size)
+        targets = targets - company.rank * most_rows
         weight = weight.to_local()
     losses: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company
+        hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company, most_rows
     )
     return losses

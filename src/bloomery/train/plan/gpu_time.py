@@ -199,7 +199,7 @@ def _activation_bytes(model: ModelConfig, b: int, program: Program, again: bool)
 
 def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
     """FLOPs and bytes of an update on each device: the gradient is read for its norm too."""
-    shards = way.devices if way.sharded else 1
+    shards = way.num_shards
     if way.method != "full":
         return 0.0, 32.0 * adapter_parameters(what.model, way.rank) / shards
     in_blocks = sum(k * n for k, n in matrix_sides(what.model))

@@ -361,8 +361,14 @@ class TrainSetup:
     sharded: bool = False
     """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
     devices: int = 1
+    shards: int = 0
+    """Parts that a whole copy is in, if sharded. 0: as many as devices."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights that are trained."""
+
+    @property
+    def num_shards(self) -> int:
+        return (self.shards or self.devices) if self.sharded else 1
 
     @property
     def weight_bytes(self) -> int:
@@ -459,7 +465,7 @@ def remembered_bytes(what: Workload, way: TrainSetup) -> int:
 def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
-    num_shards = way.devices if way.sharded else 1
+    num_shards = way.num_shards
     trained = trained_parameters(what, way)
     adapters = 0 if way.method == "full" else trained
     tokens = way.rows * what.model.context_length

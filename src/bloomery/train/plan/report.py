@@ -364,7 +364,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     rows = rows_per_step(config, model.context_length)
     lora: Lora | None = getattr(config, "lora", None)
     level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
-    sharded = check_shard(config, target.devices, adapters=lora is not None) is not None and lora is None
+    mesh = check_shard(config, target.devices, adapters=lora is not None)
+    shards = 1 if mesh is None else mesh.dp_shard * mesh.tp
     return PlanRequest(
         stage=stage,
         what=Workload(
@@ -387,7 +388,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             devices=target.devices,
             method="full" if lora is None else BASES[lora.frozen_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
-            sharded=sharded,
+            sharded=shards > 1 and lora is None,
+            shards=shards if shards > 1 else 0,
             weight_dtype=config.weight_dtype,
         ),
         available=frozenset(type(config).model_fields) - (frozenset() if config.may_shard else {"parallelism"}),

@@ -92,7 +92,7 @@ def pace(what: Workload, way: TrainSetup, target: Machine, rows_per_step: int) -
 
 def _traffic(what: Workload, way: TrainSetup, tokens: int) -> tuple[float, float]:
     """Bytes of a micro-batch on a CPU, and of an update."""
-    b, num_shards = way.bytes_per_number, way.devices if way.sharded else 1
+    b, num_shards = way.bytes_per_number, way.num_shards
     scores = SCORE_PASSES * tokens * what.vocab_size * b / 2
     each = activation_bytes_per_token(what.model, "none", b)
     activations = (ACTIVATION_PASSES + (way.activation_checkpointing != "none")) * tokens * each
@@ -336,7 +336,7 @@ def devices_needed(ask: PlanRequest, target: Machine, most: int = 1024) -> int |
         return None
 
     def holds(count: int) -> bool:
-        way = replace(ask.way, rows=1, sharded=True, devices=count, activation_checkpointing="full")
+        way = replace(ask.way, rows=1, sharded=True, shards=0, devices=count, activation_checkpointing="full")
         return needs(ask.what, way).peak <= target.usable_bytes
 
     if not holds(most):

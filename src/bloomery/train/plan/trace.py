@@ -663,7 +663,7 @@ def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
         rows=option.way.rows,
         accumulates=accumulates,
         on_processor=option.what.processor,
-        ranks=option.way.devices if option.way.sharded else 1,
+        ranks=option.way.num_shards,
         weight_dtype=option.way.weight_dtype,
         lora=option.what.adapters(option.way),
         logits_chunk_bytes=option.what.logits_chunk_bytes,
