@@ -465,7 +465,7 @@ def launch(options: argparse.Namespace) -> int:
     from bloomery.recipe import Recipe
 
     name = config.load(Recipe, options.recipe, options.settings).name
-    words = ["run", str(options.recipe), *options.settings, "--runs"]
+    words = ["run", str(options.recipe), *options.settings]
     print(hosts.script(options.on, words, options.runs, name, vars(options)), end="")
     return 0
 

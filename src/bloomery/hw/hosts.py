@@ -101,7 +101,7 @@ def start(words: Sequence[str], path: Path) -> None:
         **{name: os.environ[name] for name in HANDED_ON if name in os.environ},
     }
     launcher.address(env)
-    paths = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
+    paths = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []  # ranks inherit it
     program = shlex.join(["env", *paths, sys.executable, "-m", "bloomery.hw.hosts"])
     remote = f"cd {shlex.quote(os.getcwd())} && exec {program}"
     processes: list[subprocess.Popen[bytes]] = []
@@ -145,7 +145,7 @@ def start(words: Sequence[str], path: Path) -> None:
 
 HANDED_ON = (
     *("BLOOMERY_CACHE", "BLOOMERY_RANK_SECONDS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "HF_HOME", "PYTHONPATH"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "HF_HOME"),
 )
 """Variables of this process that the ranks get too. ssh hands none on."""
 
@@ -277,14 +277,14 @@ SIOCGIFADDR = 0x8915
 
 def script(program: str, words: Sequence[str], runs: Path, name: str, options: Mapping[str, Any]) -> str:
     """
-    What `sbatch` or `sky launch` takes to start `bloomery WORDS RUNS` with `ranks` ranks on each of `machines`. The
-    options have these numbers, `hours` for Slurm, and `gpu`, the GPU of each rank ("none" for none).
+    What `sbatch` or `sky launch` takes to start `bloomery WORDS --runs RUNS` with `ranks` ranks on each of `machines`.
+    The options have these numbers, `hours` for Slurm, and `gpu`, the GPU of each rank ("none" for none).
     """
     machines, ranks, gpu = options["machines"], options["ranks"], options["gpu"]
     if program == "slurm":
-        command = shlex.join([*PYTHON, *words, str(runs)])
+        command = shlex.join([*PYTHON, *words, "--runs", str(runs)])
         return _slurm_script(command, name, machines, ranks, options["hours"], gpus=gpu != "none")
-    command = shlex.join([*words, str(runs if runs.is_absolute() else Path("/shared") / runs)])
+    command = shlex.join([*words, "--runs", str(runs if runs.is_absolute() else Path("/shared") / runs)])
     return _skypilot_task(command, name, machines, ranks, gpu)
 
 

@@ -91,10 +91,8 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
         rank, size, local_rank = (_task_number(name, env, "srun") for name in SLURM)
         local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else size
         hosts = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-        job, cure = (
-            f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
-            "Set MASTER_ADDR to the first host.",
-        )
+        job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+        cure = "Set MASTER_ADDR to the first host."
     if size == 1:
         return
     if not (env.get("MASTER_ADDR") or hosts):

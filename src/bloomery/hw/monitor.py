@@ -108,11 +108,13 @@ class GpuMonitor:
             return
 
     def _plausible(self, gpu: str, reading: Reading) -> Reading:
+        plausible = Reading()
         for name, value in reading.items():
-            low, high = RANGES[name]
-            if not low <= value <= high:
+            if RANGES[name][0] <= value <= RANGES[name][1]:
+                plausible[name] = value
+            else:
                 self._say(f"{gpu} says {name}={value:g}, which no GPU has; such numbers are left out")
-        return {name: value for name, value in reading.items() if RANGES[name][0] <= value <= RANGES[name][1]}
+        return plausible
 
     def _write(self, readings: Mapping[str, Reading]) -> None:
         if self._table is None:

@@ -14,10 +14,10 @@ filters of a known corpus, under the name of that corpus. A saved recipe spells 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -498,17 +498,26 @@ class Wordlist:
                 yield entry
 
 
-def wordlist(entries: tuple[str, ...], path: Path | None) -> Wordlist:
-    """The list of a rule: what the recipe spells out, and what stands in the file that it names."""
-    return _wordlist(entries, path, stamp(path))
+Made = TypeVar("Made")
 
 
-@cache
-def _wordlist(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> Wordlist:
-    return Wordlist([*entries, *(lines_of(path) if path is not None else ())])
+def of_list(make: Callable[[Sequence[str]], Made]) -> Callable[[tuple[str, ...], Path | None], Made]:
+    """
+    What `make` makes of a rule's list: the entries of the recipe, and the lines of the file that it names. It is kept
+    until the file changes.
+    """
+
+    @cache
+    def kept(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> Made:
+        return make([*entries, *(lines_of(path) if path is not None else ())])
+
+    return lambda entries, path: kept(entries, path, _stamp(path))
 
 
-def stamp(path: Path | None) -> tuple[int, ...]:
+wordlist = of_list(Wordlist)
+
+
+def _stamp(path: Path | None) -> tuple[int, ...]:
     """What changes with a file, as a part of the key of a cache: its number, size and time. () without a file."""
     try:
         state = path.stat() if path is not None else None

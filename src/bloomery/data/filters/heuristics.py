@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -37,10 +37,9 @@ from bloomery.data.filters.features import (
     Flags,
     above,
     below,
-    lines_of,
+    of_list,
     one_of,
     shares,
-    stamp,
     sums,
 )
 
@@ -221,8 +220,7 @@ class Urls(FilterBase):
         return self
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
-        hosts = _hosts(self.hosts, self.hosts_path, stamp(self.hosts_path))
-        words = _words(self.words, self.words_path, stamp(self.words_path))
+        hosts, words = _hosts(self.hosts, self.hosts_path), _words(self.words, self.words_path)
         listed: Flags = np.zeros(len(facts), np.bool_)
         word_counts = np.zeros(len(facts), np.int64)
         for index in np.flatnonzero(live).tolist():
@@ -233,15 +231,14 @@ class Urls(FilterBase):
         yield above("urls.words", word_counts, self.min_words - 1)
 
 
-@cache
-def _hosts(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> frozenset[str]:
-    named = [*entries, *(lines_of(path) if path is not None else ())]
+@of_list
+def _hosts(named: Sequence[str]) -> frozenset[str]:
     return frozenset(host for entry in named if (host := host_of(entry)))
 
 
-@cache
-def _words(entries: tuple[str, ...], path: Path | None, version: tuple[int, ...]) -> frozenset[str]:
-    return frozenset([*(entry.lower() for entry in entries), *(lines_of(path) if path is not None else ())])
+@of_list
+def _words(named: Sequence[str]) -> frozenset[str]:
+    return frozenset(entry.lower() for entry in named)
 
 
 def host_of(address: str) -> str:

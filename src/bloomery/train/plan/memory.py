@@ -547,32 +547,18 @@ def trained_parameters(what: Workload, way: TrainSetup) -> int:
 
 def largest_matrix(model: ModelConfig) -> int:
     """Its number of weights: frozen weights are written out for each matmul, one matrix at a time."""
-    return model.hidden_size * max(model.intermediate_size, model.num_heads * model.head_size)
+    return max(k * n for k, n in matrix_sides(model))
 
 
 def adapter_parameters(model: ModelConfig, rank: int) -> int:
     """Parameters of the two matrices of this rank that each matrix of the blocks gets."""
-    heads, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    total = 0
-    for number in range(model.num_layers):
-        gates = 2 if model.layer(number)[2] in GATED else 1
-        ends = (
-            2 * (model.hidden_size + heads)
-            + 2 * (model.hidden_size + keys)
-            + (gates + 1) * (model.hidden_size + model.intermediate_size)
-        )
-        total += rank * ends
-    return total
+    return rank * sum(k + n for k, n in matrix_sides(model))
 
 
 def matrix_sides(model: ModelConfig) -> Iterator[tuple[int, int]]:
     """Inputs and outputs of each matrix of the blocks."""
-    D, M, queries, keys = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_heads * model.head_size,
-        model.num_kv_heads * model.head_size,
-    )
+    D, M = model.hidden_size, model.intermediate_size
+    queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     for number in range(model.num_layers):
         yield from ((D, queries), (D, keys), (D, keys), (queries, D), (D, M), (M, D))
         if model.layer(number)[2] in GATED:
