@@ -7,6 +7,7 @@ Shapes: GPT-2 124M and plasma-500m on sequences of 1,024 tokens with several doc
 and decoding. Weights are random. Times are of the clock, after the device has finished.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -611,5 +612,12 @@ RUN: dict[str, Callable[[Setting], None]] = {
 }
 
 
+def main(parts: Mapping[str, Callable[[Setting], None]]) -> None:
+    """Run the part that the command line names. One that is about to be ended says where it is."""
+    setting = Setting(**json.loads(sys.argv[2]))
+    faulthandler.dump_traceback_later(max(0.5, 0.97 * setting.seconds))
+    parts[sys.argv[1]](setting)
+
+
 if __name__ == "__main__":
-    RUN[sys.argv[1]](Setting(**json.loads(sys.argv[2])))
+    main(RUN)

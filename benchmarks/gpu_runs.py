@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_parts import TIMED_SECONDS, TOKENS, Setting, packed_batch, random_model, say
+from gpu_parts import TIMED_SECONDS, TOKENS, Setting, main, packed_batch, random_model, say
 
 from bloomery.core.log import METRICS, read_metrics
 from bloomery.hw.device import Device
@@ -251,4 +251,4 @@ RUN: dict[str, Callable[[Setting], None]] = {
 
 
 if __name__ == "__main__":
-    RUN[sys.argv[1]](Setting(**json.loads(sys.argv[2])))
+    main(RUN)

@@ -67,15 +67,19 @@ def redirected(torch: Any) -> Any:
 def pretended(torch: Any) -> Iterator[None]:
     """Within, this torch has GPUs of NVIDIA, on this thread."""
     real = {name: getattr(torch.cuda, name) for name in FACTS}
-    version, generator = torch.version.cuda, torch.Generator
+    versions = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "rocm")}
+    generator = torch.Generator
     for name, value in FACTS.items():
         setattr(torch.cuda, name, value)
-    torch.version.cuda, torch.Generator = "13.0", lambda device="cpu": generator()
+    torch.version.cuda, torch.version.hip, torch.version.rocm = "13.0", None, None
+    torch.Generator = lambda device="cpu": generator()
     try:
         with redirected(torch):
             yield
     finally:
-        torch.version.cuda, torch.Generator = version, generator
+        torch.Generator = generator
+        for name, value in versions.items():
+            setattr(torch.version, name, value)
         for name, value in real.items():
             setattr(torch.cuda, name, value)
 

@@ -111,7 +111,7 @@ def test_every_way_to_attend_is_the_formula(
 def gradients(attend: Way, inputs: Heads, mask: AttentionMask) -> list[Tensor]:
     q, k, v = leaves = [one.clone().requires_grad_() for one in inputs]
     out = attend(q, k, v, mask)
-    torch.autograd.backward((out * drawn(*out.shape, seed=9)).sum())
+    torch.autograd.backward((out * drawn(*out.shape, seed=9).to(out.device)).sum())
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 

@@ -80,6 +80,8 @@ EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 """Opens AMD's fused attention on chips for which its makers call it experimental. What passes here is used."""
 NEXT_TRIAL = "next trial\n"
 """The line before the answers of each trial of a child process that has several."""
+APART = "apart"
+"""The last word of a child process that forks for each of its trials: imports happen once, and each has a new GPU."""
 LIMIT_SECONDS, FURTHER_LIMIT_SECONDS = 120.0, 10.0
 """Of a trial, and of each trial in a child process that has several."""
 COMPILE_LIMIT_SECONDS = 300.0
@@ -154,7 +156,7 @@ def trials(vendor: str) -> list[KernelTrial]:
         for kind in kinds
     ]
     flex = KernelTrial(kernel=FLEX, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
-    return [launch, *products, *attention, flex, norm, *_fused(), *last]
+    return [launch, *products, *attention, norm, flex, *_fused(), *last]
 
 
 def _fused() -> list[KernelTrial]:
@@ -367,27 +369,34 @@ def alone(host: Host) -> Iterator[None]:
 def tried(host: Host, vendor: str) -> Iterator[TrialResult]:
     """
     Results of the trials, each as soon as it is known. Where the first trial, a sum, fails, no other is tried, because
-    each would hang too. On a CPU, the trials of one module share a child process, because to import torch takes longer
-    than a trial. A GPU may stay broken after a fault, so there each trial has a child process of its own.
+    each would hang too.
+
+    The trials of one module share a child process, because to import torch takes longer than most trials. A GPU may
+    stay broken after a fault. So there each trial is a fork of the child, which itself never touches the GPU.
     """
     listed = trials(vendor)
-    groups = [list(group) for _, group in groupby(listed, key=lambda trial: trial.module if vendor == "cpu" else trial)]
-    for group in groups:
-        for outcome in together(host, group):
+    apart = vendor in ("amd", "nvidia") and host.system == "Linux"
+
+    def kind(trial: KernelTrial) -> object:
+        return (trial.module, tuple(trial.env.items())) if apart or vendor == "cpu" else trial
+
+    groups = [list(group) for _, group in groupby(listed[1:], key=kind)]
+    for group in ([listed[0]], *groups):
+        for outcome in together(host, group, apart=apart):
             yield outcome
             if outcome.kernel == listed[0].kernel and outcome.status == "failed":
                 return
 
 
-def together(host: Host, waiting: Sequence[KernelTrial]) -> Iterator[TrialResult]:
+def together(host: Host, waiting: Sequence[KernelTrial], apart: bool = False) -> Iterator[TrialResult]:
     """
-    Results of trials of one module in one child process. A trial that ends the child has failed, and the next child
-    does the rest.
+    Results of trials of one module in one child process, or in forks of it. A trial that ends the child has failed, and
+    the next child does the rest.
     """
     while len(waiting) > 1:
         words = [trial.probe or trial.name for trial in waiting[1:]]
         seconds = max(trial.limit_seconds for trial in waiting) + len(waiting) * FURTHER_LIMIT_SECONDS
-        reply = host.run([*command(host, waiting[0]), *words], seconds)
+        reply = host.run([*command(host, waiting[0]), *words, *([APART] if apart else [])], seconds)
         parts = reply.out.split(NEXT_TRIAL)[1:] or [""]
         endings = [CommandResult(code=0, out=part) for part in parts[:-1]]
         endings.append(replace(reply, out=parts[-1]))

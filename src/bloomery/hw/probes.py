@@ -27,18 +27,20 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from bloomery.core import child
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, compiles_kernels, find, is_rocm, measured_peak
-from bloomery.hw.kernel_trials import NEXT_TRIAL
+from bloomery.hw.kernel_trials import APART, NEXT_TRIAL
 
 import torch
 import torch.distributed as dist
@@ -53,10 +55,48 @@ def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def begin_trial(words: Sequence[str]) -> None:
-    """Mark where the answers of the next trial begin, if the command line of this process names several."""
-    if len(words) > 2:
-        print(NEXT_TRIAL, end="", flush=True)
+def answer(words: Sequence[str], run: Callable[[str], object]) -> None:
+    """
+    Run the probes that a command line names, and mark where the answers of each begin if there are several. Each runs
+    in a fork of this process where the last word asks for it; the process ends as the first fork that fails.
+    """
+    *names, last = words
+    apart = last == APART
+    names = names if apart else [*names, last]
+    for name in names:
+        if len(words) > 1:
+            print(NEXT_TRIAL, end="", flush=True)
+        if apart:
+            _fork(partial(run, name))
+        else:
+            run(name)
+
+
+def _fork(run: Callable[[], object]) -> None:
+    """Run in a fork, and end as it does where it fails. Nothing here may have touched a GPU before."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(parent, -code)
+        if code:
+            sys.exit(code)
+        return
+    code = 1
+    try:
+        child.die_with(parent)
+        run()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def tell_device(device: Device) -> None:
@@ -491,6 +531,4 @@ PROBES = {
 }
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        begin_trial(sys.argv)
-        PROBES[name]()
+    answer(sys.argv[1:], lambda name: PROBES[name]())

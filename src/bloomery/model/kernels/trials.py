@@ -309,10 +309,12 @@ def main(name: str, device: Device) -> None:
         TRITON_KERNELS[name](replace(device, compute_dtype=dtype))
 
 
+def run(name: str) -> None:
+    if name in CPU_KERNELS:
+        main_cpu(name)
+    else:
+        main(name, devices.find())
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        probes.begin_trial(sys.argv)
-        if name in CPU_KERNELS:
-            main_cpu(name)
-        else:
-            main(name, devices.find())
+    probes.answer(sys.argv[1:], run)
