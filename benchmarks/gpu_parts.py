@@ -41,8 +41,9 @@ from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.compile import compile_blocks
 from bloomery.train.config import AdamW
-from bloomery.train.loss import chunk_tokens
+from bloomery.train.loss import chunk_tokens, chunks_of
 from bloomery.train.optim import Optimizers
+from bloomery.train.plan.memory import logits_chunk_bytes
 from bloomery.train.plan.trace import TracedStep, trace
 from bloomery.train.precision import Precision
 from bloomery.train.step import accumulate_gradients, clipping, gradients
@@ -51,6 +52,7 @@ from bloomery.weights.opened import own_weights, put_weight
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend
 
 GIB = 2**30
@@ -91,6 +93,11 @@ class Setting:
             self._device = devices.find("cpu" if self.choice == "cpu" else "auto")
             kernel_selection.select_kernels(self._device)
         return self._device
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of logits, as runs take them on this device."""
+        return logits_chunk_bytes(self.device.memory_bytes, processor=not self.on_gpu)
 
     @property
     def on_gpu(self) -> bool:
@@ -162,7 +169,7 @@ def profiled(device: Device, work: Callable[[], object]) -> tuple[float, list[di
     with torch.profiler.profile(activities=kinds) as profile:
         work()
         device.synchronize()
-    events = profile.key_averages()
+    events = [event for event in profile.key_averages() if not gpu or event.device_type == DeviceType.CUDA]
 
     def own(event: Any) -> float:
         return float(event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3
@@ -211,7 +218,8 @@ def train(setting: Setting) -> None:
             )
             continue
         try:
-            row = trained(setting, preset, compiled)
+            with chunks_of(setting.chunk_bytes):
+                row = trained(setting, preset, compiled)
         except torch.OutOfMemoryError as error:
             row = {"preset": preset, "compile": compiled, "note": str(error).splitlines()[0]}
         say(training=[row])
@@ -286,6 +294,7 @@ def planned_rows(setting: Setting, model: ModelConfig, vocab_size: int) -> tuple
             rows=rows,
             accumulates=False,
             on_processor=not setting.on_gpu,
+            logits_chunk_bytes=setting.chunk_bytes,
         )
         peak = trace(step).peak
         if rows == 1 or not setting.on_gpu or peak < 0.9 * setting.device.free_bytes():
@@ -477,6 +486,7 @@ def large(setting: Setting) -> None:
             rows=1,
             accumulates=False,
             on_processor=not setting.on_gpu,
+            logits_chunk_bytes=setting.chunk_bytes,
             lora=adapters,
         )
         planned = trace(step).peak
@@ -489,7 +499,8 @@ def large(setting: Setting) -> None:
             say(adapters=[row | {"note": "it does not fit this device"}])
             continue
         try:
-            say(adapters=[row | adapted(setting, model_config, vocab_size, adapters, precision)])
+            with chunks_of(setting.chunk_bytes):
+                say(adapters=[row | adapted(setting, model_config, vocab_size, adapters, precision)])
         except torch.OutOfMemoryError as error:
             say(adapters=[row | {"note": str(error).splitlines()[0]}])
         devices.give_back_memory()

@@ -41,6 +41,7 @@ shard = {{ tokens = {tokens}, val_fraction = 0.05 }}
 steps = {steps}
 global_batch_tokens = {batch}
 device = "{device}"
+compile = "off"
 model.hidden_size = {width}
 model.num_layers = 4
 model.num_heads = 4

@@ -244,7 +244,7 @@ def test_a_new_gpu_is_tried_once(tmp_path: Path) -> None:
     host, asked = MATRIX["7900-xtx-x2"].build(tmp_path), []
 
     def run(command: Sequence[str], limit: float) -> CommandResult:
-        asked.append(command[-1])
+        asked.extend(command)
         return host.run(command, limit)
 
     watched = replace(host, run=run, cache=tmp_path / "cache")

@@ -1,5 +1,6 @@
 """What a child says and how it ends become a verdict, which is kept until something changes that it depends on."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,34 @@ def test_nothing_more_is_tried_where_not_even_a_sum_is_computed(tmp_path: Path) 
     found = list(kernel_trials.tried(Host(root=tmp_path, run=run), "amd"))
     assert [one.name for one in found] == ["launch"]
     assert len(asked) == 1
+
+
+def test_trials_of_a_gpu_share_the_imports_of_a_child_and_nothing_else(tmp_path: Path) -> None:
+    """Of a real child: a trial that fails ends it as it ended itself, and what came before is whole."""
+    host = Host.here()
+    waiting = [KernelTrial(kernel=name) for name in ("launch", "rms-norm", "nonsense", "cross-entropy")]
+    asked = []
+
+    def run(words: Sequence[str], limit: float) -> CommandResult:
+        asked.append(words)
+        return host.run(words, limit)
+
+    found = list(kernel_trials.together(replace(host, run=run), waiting, apart=True))
+    assert [(one.kernel, one.status) for one in found] == [
+        ("launch", "passed"),
+        ("rms-norm", "passed"),
+        ("nonsense", "failed"),
+        ("cross-entropy", "passed"),
+    ]
+    assert "KeyError" in found[2].why
+    assert [words[-1] for words in asked] == [kernel_trials.APART, "cross-entropy"]
+
+
+@pytest.mark.parametrize("signal_number", [6, 9, 11])
+def test_a_fork_that_a_signal_ends_ends_its_parent_alike(signal_number: int) -> None:
+    code = f"import os; from bloomery.hw import probes; probes._fork(lambda: os.kill(os.getpid(), {signal_number}))"
+    reply = Host.here().run([sys.executable, "-c", code], 60)
+    assert reply.code == -signal_number
 
 
 def test_a_trial_that_ends_the_process_of_several_has_failed_and_the_rest_is_tried_in_the_next(tmp_path: Path) -> None:

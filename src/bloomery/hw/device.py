@@ -13,6 +13,7 @@ peak, never a share of a vendor's peak.
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import re
@@ -158,6 +159,10 @@ def _gpu(host: Host) -> Device:
     )
 
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Looked up once: some versions of torch do not compile code that looks for a module."""
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether it is a GPU of AMD or NVIDIA: torch has one name for both."""
     return device.type == "cuda"
@@ -165,7 +170,7 @@ def is_gpu(device: torch.device) -> bool:
 
 def compiles_kernels(device: torch.device) -> bool:
     """Whether torch can write kernels for a GPU, which needs Triton."""
-    return is_gpu(device) and importlib.util.find_spec("triton") is not None
+    return is_gpu(device) and HAS_TRITON
 
 
 def is_rocm() -> bool:
@@ -275,6 +280,7 @@ def give_back_memory() -> None:
     """
     if not torch.cuda.is_available():
         return
+    gc.collect()  # a model that is part of a cycle of objects holds its memory until then
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

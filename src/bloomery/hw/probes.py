@@ -79,7 +79,8 @@ def _fork(run: Callable[[], object]) -> None:
     if pid:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(parent, -code)
         if code:
             sys.exit(code)

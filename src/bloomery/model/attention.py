@@ -214,20 +214,27 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
             return causal_attention(q, k, v, first)
         return processor_attention(q, k, v, mask)
     if _takes_flex(mask, q.device, q.dtype, q.shape[3], v.shape[3]):
-        return flexible_attention(q, k, v, mask, compiled_flex())
+        return flexible_attention(q, k, v, mask, flex_attention if torch.compiler.is_compiling() else compiled_flex())
     return sdpa_attention(q, k, v, mask)
 
 
 def _takes_flex(
     mask: AttentionMask, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int
 ) -> bool:
-    """Whether the kernel that is compiled for a mask computes this."""
-    if mask.allowed is not None or not mask.num_queries == mask.num_keys >= FLEX_TOKENS:
-        return False
-    if mask.is_causal and _takes_rows(dtype, head_width, value_width):
-        return False
-    passed = kernel_trials.may_attend("flex") and devices.compiles_kernels(device)
-    return passed and min(head_width, value_width) >= NARROWEST_FLEX_HEAD
+    """
+    Whether the kernel that is compiled for a mask computes this. The mask keeps the answer, so that compiled code finds
+    it there, and stays in one piece.
+    """
+
+    def decide() -> bool:
+        if mask.allowed is not None or not mask.num_queries == mask.num_keys >= FLEX_TOKENS:
+            return False
+        if mask.is_causal and _takes_rows(dtype, head_width, value_width):
+            return False
+        passed = kernel_trials.may_attend("flex") and devices.compiles_kernels(device)
+        return passed and min(head_width, value_width) >= NARROWEST_FLEX_HEAD
+
+    return mask.cached(("flex", dtype, head_width, value_width), decide)
 
 
 def _takes_groups(dtype: torch.dtype, head_width: int, value_width: int) -> bool:

@@ -69,6 +69,8 @@ PROGRAMS = 64
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
+WORTH_SECONDS = 120.0
+"""`auto` compiles where all passes of the run take longer: compiling takes 10 to 60 s, and saves up to half of them."""
 
 FAILURES = (RuntimeError, TimeoutError, OSError, ImportError, subprocess.SubprocessError)
 """What compilers raise: torch's own errors are RuntimeErrors, and a C++ compiler may be missing or fail."""
@@ -134,8 +136,9 @@ def decide(
     mode: CompileMode = "on" if known is not None else config.compile
     trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
+    passes = config.steps * -(-rows_per_step(config, samples.length) // (rows * world.size))
     with world.alike():
-        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
+        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes)
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -223,16 +226,20 @@ def compile_blocks(
     tolerance: tuple[float, float] = LOOSE,
     compiler: Callable[..., Any] = STATIC,
     limit_seconds: float = LIMIT_SECONDS,
+    passes: float = math.inf,
 ) -> Verdict:
     """
     Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
-    too.
+    too: of a pass, and of all `passes` of the run.
     """
     if mode == "off":
         return Verdict(False, "not asked for")
     sharded, plain = fsdp.is_sharded(model), None
     try:
         before = _seconds(trials) if mode == "auto" else 0.0
+        ahead = passes * before / max(1, len(trials))
+        if mode == "auto" and ahead < WORTH_SECONDS:
+            return Verdict(False, f"all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s")
         plain = [trial() for trial in trials]
     except RuntimeError as error:
         if sharded or not devices.is_out_of_memory(error):
