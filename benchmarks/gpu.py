@@ -50,14 +50,14 @@ class Part:
 
 RUNS = "gpu_runs.py"
 PARTS = (
-    Part("doctor", "Doctor, and the attention that torch takes", 100),
-    Part("tests", "Tests that need a GPU", 60),
-    Part("train", "Training speed and memory", 165),
-    Part("repeat", "Twice with one seed; killed and resumed", 85, RUNS),
-    Part("kernels", "Triton kernels next to torch", 40),
-    Part("large", "8 billion weights: LoRA and NF4", 60),
-    Part("decode", "Decoding next to the limit of the memory", 50),
-    Part("amd", "What only AMD has", 40),
+    Part("doctor", "Doctor, and the attention that torch takes", 140),
+    Part("tests", "Tests that need a GPU", 75),
+    Part("train", "Training speed and memory", 130),
+    Part("repeat", "Twice with one seed; killed and resumed", 90, RUNS),
+    Part("kernels", "Triton kernels next to torch", 25),
+    Part("large", "8 billion weights: LoRA and NF4", 50),
+    Part("decode", "Decoding next to the limit of the memory", 60),
+    Part("amd", "What only AMD has", 30),
 )
 MULTI = (
     Part("all-reduce", "Sums between GPUs", 40, RUNS),

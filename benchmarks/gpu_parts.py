@@ -7,7 +7,6 @@ Shapes: GPT-2 124M and plasma-500m on sequences of 1,024 tokens with several doc
 and decoding. Weights are random. Times are of the clock, after the device has finished.
 """
 
-import faulthandler
 import json
 import math
 import os
@@ -624,10 +623,8 @@ RUN: dict[str, Callable[[Setting], None]] = {
 
 
 def main(parts: Mapping[str, Callable[[Setting], None]]) -> None:
-    """Run the part that the command line names. One that is about to be ended says where it is."""
-    setting = Setting(**json.loads(sys.argv[2]))
-    faulthandler.dump_traceback_later(max(0.5, 0.97 * setting.seconds))
-    parts[sys.argv[1]](setting)
+    """Run the part that the command line names."""
+    parts[sys.argv[1]](Setting(**json.loads(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import examine
 from bloomery.hw.host import CommandResult, Host, Node, Space, User
-from bloomery.hw.kernel_trials import APART, NEXT_TRIAL, KernelTrial, trials
+from bloomery.hw.kernel_trials import NEXT_TRIAL, KernelTrial, trials
 
 AMD, NVIDIA, HYGON, SERVER_SCREEN = "0x1002", "0x10de", "0x1d94", "0x1a03"
 GIB = 2**30
@@ -218,7 +218,7 @@ def answering(host: Host, reply: Callable[[Sequence[str]], CommandResult | None]
         if len(command) - start < 2 or "disk" in command:
             return reply(command) or host.run(command, limit_seconds)
         said = ""
-        for name in (word for word in command[start:] if word != APART):
+        for name in command[start:]:
             one = run([*command[:start], name], limit_seconds)
             said += NEXT_TRIAL + one.out
             if one.code != 0:

@@ -26,7 +26,7 @@ def test_an_implementation_that_fails_beside_a_sound_one_is_a_warning(tmp_path: 
     found = findings(tmp_path, attention_flash=told(DEVICE, {"trying": "heads of 64"}, code=-11))
     assert found["attention-flash"].status == "warn"
     assert "signal 11" in found["attention-flash"].value
-    assert "-m bloomery.hw.probes attention-flash" in found["attention-flash"].hint
+    assert "-m bloomery.model.kernels.trials attention-flash" in found["attention-flash"].hint
     assert "attention by efficient" in found["choice"].value
 
 

@@ -1,6 +1,5 @@
 """What a child says and how it ends become a verdict, which is kept until something changes that it depends on."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.hw.machines import MATRIX, install, machine, plant, told, torch_folde
 
 DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
 RIGHT = {"case": "NN", "error": 0.003, "cosine": 1.0, "unwritten": 0.0, "finite": True, "zeros": False}
+WRONG = RIGHT | {"error": 0.5}
 MATMUL = KernelTrial(kernel="matmul", implementation="hipblaslt")
 TRAINING = KernelTrial(kernel="training")
 
@@ -161,17 +161,16 @@ def test_nothing_more_is_tried_where_not_even_a_sum_is_computed(tmp_path: Path) 
     assert len(asked) == 1
 
 
-def test_trials_of_a_gpu_share_the_imports_of_a_child_and_nothing_else(tmp_path: Path) -> None:
-    """Of a real child: a trial that fails ends it as it ended itself, and what came before is whole."""
-    host = Host.here()
-    waiting = [KernelTrial(kernel=name) for name in ("launch", "rms-norm", "nonsense", "cross-entropy")]
-    asked = []
+def test_behind_a_trial_that_fails_nothing_in_its_process_counts(tmp_path: Path) -> None:
+    """Of a real child process: what came before the failure is whole, and the rest is tried in the next."""
+    host, asked = Host.here(), []
 
     def run(words: Sequence[str], limit: float) -> CommandResult:
-        asked.append(words)
+        asked.append(list(words[words.index("-m") + 2 :]))
         return host.run(words, limit)
 
-    found = list(kernel_trials.together(replace(host, run=run), waiting, apart=True))
+    waiting = [KernelTrial(kernel=name) for name in ("launch", "rms-norm", "nonsense", "cross-entropy")]
+    found = list(kernel_trials.together(replace(host, run=run), waiting))
     assert [(one.kernel, one.status) for one in found] == [
         ("launch", "passed"),
         ("rms-norm", "passed"),
@@ -179,14 +178,27 @@ def test_trials_of_a_gpu_share_the_imports_of_a_child_and_nothing_else(tmp_path:
         ("cross-entropy", "passed"),
     ]
     assert "KeyError" in found[2].why
-    assert [words[-1] for words in asked] == [kernel_trials.APART, "cross-entropy"]
+    assert asked == [["launch", "rms-norm", "nonsense", "cross-entropy"], ["cross-entropy"]]
 
 
-@pytest.mark.parametrize("signal_number", [6, 9, 11])
-def test_a_fork_that_a_signal_ends_ends_its_parent_alike(signal_number: int) -> None:
-    code = f"import os; from bloomery.hw import probes; probes._fork(lambda: os.kill(os.getpid(), {signal_number}))"
-    reply = Host.here().run([sys.executable, "-c", code], 60)
-    assert reply.code == -signal_number
+def test_wrong_numbers_are_told_of_one_trial_and_the_rest_is_tried_again_elsewhere(tmp_path: Path) -> None:
+    asked = []
+
+    def run(words: Sequence[str], limit: float) -> CommandResult:
+        asked.append(list(words[words.index("-m") + 2 :]))
+        bad = asked[-1].index("b") if "b" in asked[-1] else len(asked[-1])  # it and all behind it
+        replies = [told(DEVICE, RIGHT if n < bad else WRONG).out for n, _ in enumerate(asked[-1])]
+        several = len(replies) > 1
+        return CommandResult(code=0, out="".join(kernel_trials.NEXT_TRIAL * several + one for one in replies))
+
+    found = list(kernel_trials.together(Host(root=tmp_path, run=run), [KernelTrial(kernel=name) for name in "abcd"]))
+    assert [(one.kernel, one.status) for one in found] == [
+        ("a", "passed"),
+        ("b", "failed"),
+        ("c", "passed"),
+        ("d", "passed"),
+    ]
+    assert asked == [["a", "b", "c", "d"], ["c", "d"]]
 
 
 def test_a_trial_that_ends_the_process_of_several_has_failed_and_the_rest_is_tried_in_the_next(tmp_path: Path) -> None:

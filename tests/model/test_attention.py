@@ -332,7 +332,7 @@ def test_repeated_key_heads_and_a_mask_as_a_bias_are_the_formula(seed: int) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [4, 5, 10])  # a mask that was given, documents, documents within a window with ALiBi
 def test_on_a_gpu_what_is_used_is_the_formula_with_its_gradients(seed: int) -> None:
     place = devices.find().torch_device
     inputs, mask = case(seed, (2, 2, 2, 1100, 0), 64)

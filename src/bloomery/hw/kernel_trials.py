@@ -80,8 +80,6 @@ EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 """Opens AMD's fused attention on chips for which its makers call it experimental. What passes here is used."""
 NEXT_TRIAL = "next trial\n"
 """The line before the answers of each trial of a child process that has several."""
-APART = "apart"
-"""The last word of a child process that forks for each of its trials: imports happen once, and each has a new GPU."""
 LIMIT_SECONDS, FURTHER_LIMIT_SECONDS = 120.0, 10.0
 """Of a trial, and of each trial in a child process that has several."""
 COMPILE_LIMIT_SECONDS = 300.0
@@ -127,9 +125,10 @@ def trials(vendor: str) -> list[KernelTrial]:
     """What is tried on a device of a vendor, in the words of `Device.vendor`."""
     launch = KernelTrial(kernel="launch")
     norm = KernelTrial(kernel="rms-norm", implementation="torch", probe="rms-norm")
+    entropy = KernelTrial(kernel="cross-entropy", implementation="torch", probe="cross-entropy")
     block = KernelTrial(kernel="block", implementation="compiled", limit_seconds=COMPILE_LIMIT_SECONDS)
-    last = [block, KernelTrial(kernel="training")]
-    ends = [norm, KernelTrial(kernel="cross-entropy", implementation="torch", probe="cross-entropy"), *last]
+    training = KernelTrial(kernel="training")
+    ends = [norm, entropy, block, training]
     if vendor == "apple":
         return [launch, KernelTrial(kernel="matmul"), KernelTrial(kernel="attention", implementation="math"), *ends]
     if vendor == "cpu":
@@ -155,21 +154,17 @@ def trials(vendor: str) -> list[KernelTrial]:
         )
         for kind in kinds
     ]
-    flex = KernelTrial(kernel=FLEX, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
-    return [launch, *products, *attention, norm, flex, *_fused(), *last]
-
-
-def _fused() -> list[KernelTrial]:
-    """Kernels of our own in Triton, and what of torch they compete with, as training computes it."""
+    flex = KernelTrial(kernel=FLEX, limit_seconds=COMPILE_LIMIT_SECONDS)
     of_torch = [
-        KernelTrial(kernel=kernel, implementation="torch", module=FUSED)
+        KernelTrial(kernel=kernel, implementation="torch")
         for kernel in ("cross-entropy", "rotary", "rotary-norm", "nf4")
     ]
     ours = [
-        KernelTrial(kernel=kernel, implementation=OWN, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
+        KernelTrial(kernel=kernel, implementation=OWN, limit_seconds=COMPILE_LIMIT_SECONDS)
         for kernel in ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
     ]
-    return [*of_torch, *ours]
+    rest = [*products, *attention, norm, *of_torch, training, flex, *ours, block]
+    return [launch, *(replace(trial, module=FUSED) for trial in rest)]
 
 
 def command(host: Host, trial: KernelTrial) -> list[str]:
@@ -266,7 +261,9 @@ SWITCHES = re.compile(
     r"|BLOOMERY_NATIVE|AMD_SERIALIZE_KERNEL|GPU_MAX_HW_QUEUES|LD_LIBRARY_PATH"
 )
 """Variables of the environment that can change what a kernel computes."""
-WITHOUT_EFFECT = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|(NCCL|RCCL)_\w+|\w+_CACHE_(DIR|PATH)")
+WITHOUT_EFFECT = re.compile(
+    r"TORCHELASTIC_\w+|TORCH_LOGS\w*|TORCH_NCCL_ASYNC_ERROR_HANDLING|(NCCL|RCCL)_\w+|\w+_CACHE_(DIR|PATH)"
+)
 """Of those: what says where files are, and how ranks talk. A scheduler gives each job another."""
 VISIBLE = re.compile(r"\w+_VISIBLE_DEVICES")
 NATIVE = "native"
@@ -369,41 +366,41 @@ def alone(host: Host) -> Iterator[None]:
 def tried(host: Host, vendor: str) -> Iterator[TrialResult]:
     """
     Results of the trials, each as soon as it is known. Where the first trial, a sum, fails, no other is tried, because
-    each would hang too.
-
-    The trials of one module share a child process, because to import torch takes longer than most trials. A GPU may
-    stay broken after a fault. So there each trial is a fork of the child, which itself never touches the GPU.
+    each would hang too. Trials that take about as long share a child process, because to import torch takes longer
+    than most of them.
     """
     listed = trials(vendor)
-    apart = vendor in ("amd", "nvidia") and host.system == "Linux"
 
     def kind(trial: KernelTrial) -> object:
-        return (trial.module, tuple(trial.env.items())) if apart or vendor == "cpu" else trial
+        alone = trial is listed[0] and vendor != "cpu"
+        return alone, trial.module, tuple(trial.env.items()), trial.limit_seconds
 
-    groups = [list(group) for _, group in groupby(listed[1:], key=kind)]
-    for group in ([listed[0]], *groups):
-        for outcome in together(host, group, apart=apart):
+    for _, group in groupby(listed, key=kind):
+        for outcome in together(host, list(group)):
             yield outcome
-            if outcome.kernel == listed[0].kernel and outcome.status == "failed":
+            if outcome.name == listed[0].name and outcome.status == "failed":
                 return
 
 
-def together(host: Host, waiting: Sequence[KernelTrial], apart: bool = False) -> Iterator[TrialResult]:
+def together(host: Host, waiting: Sequence[KernelTrial]) -> Iterator[TrialResult]:
     """
-    Results of trials of one module in one child process, or in forks of it. A trial that ends the child has failed, and
-    the next child does the rest.
+    Results of trials of one module in one child process. Behind a trial that fails nothing in its process counts, for
+    a GPU may stay broken after a fault: the next child process does the rest.
     """
-    while len(waiting) > 1:
+    while waiting:
         words = [trial.probe or trial.name for trial in waiting[1:]]
-        seconds = max(trial.limit_seconds for trial in waiting) + len(waiting) * FURTHER_LIMIT_SECONDS
-        reply = host.run([*command(host, waiting[0]), *words, *([APART] if apart else [])], seconds)
-        parts = reply.out.split(NEXT_TRIAL)[1:] or [""]
+        seconds = max(trial.limit_seconds for trial in waiting) + len(words) * FURTHER_LIMIT_SECONDS
+        reply = host.run([*command(host, waiting[0]), *words], seconds)
+        parts = reply.out.split(NEXT_TRIAL)[1:] or [reply.out]
         endings = [CommandResult(code=0, out=part) for part in parts[:-1]]
         endings.append(replace(reply, out=parts[-1]))
-        yield from (judge(trial, ending) for trial, ending in zip(waiting, endings, strict=False))
-        waiting = waiting[len(endings) :]
-    for trial in waiting:
-        yield attempt(host, trial)
+        done = 0
+        for trial, ending in zip(waiting, endings, strict=False):
+            outcome, done = judge(trial, ending), done + 1
+            yield outcome
+            if outcome.status == "failed":
+                break
+        waiting = waiting[done:]
 
 
 def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:

@@ -27,20 +27,19 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from bloomery.core import child
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, compiles_kernels, find, is_rocm, measured_peak
-from bloomery.hw.kernel_trials import APART, NEXT_TRIAL
+from bloomery.hw.kernel_trials import NEXT_TRIAL
 
 import torch
 import torch.distributed as dist
@@ -56,48 +55,11 @@ def say(**facts: object) -> None:
 
 
 def answer(words: Sequence[str], run: Callable[[str], object]) -> None:
-    """
-    Run the probes that a command line names, and mark where the answers of each begin if there are several. Each runs
-    in a fork of this process where the last word asks for it; the process ends as the first fork that fails.
-    """
-    *names, last = words
-    apart = last == APART
-    names = names if apart else [*names, last]
-    for name in names:
+    """Run the probes that a command line names, and mark where the answers of each begin if there are several."""
+    for name in words:
         if len(words) > 1:
             print(NEXT_TRIAL, end="", flush=True)
-        if apart:
-            _fork(partial(run, name))
-        else:
-            run(name)
-
-
-def _fork(run: Callable[[], object]) -> None:
-    """Run in a fork, and end as it does where it fails. Nothing here may have touched a GPU before."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code < 0:
-            if -code != signal.SIGKILL:
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(parent, -code)
-        if code:
-            sys.exit(code)
-        return
-    code = 1
-    try:
-        child.die_with(parent)
-        run()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        run(name)
 
 
 def tell_device(device: Device) -> None:
@@ -369,12 +331,19 @@ def matmul(library: str | None = None) -> None:
     """Products in the three layouts that layers and their gradients ask for, by one of the libraries for them."""
     device = find()
     tell_device(device)
-    if library is not None:
-        try:
-            torch.backends.cuda.preferred_blas_library(library)
-        except RuntimeError as error:
-            say(absent=first_line(error))
-            return
+    with ExitStack() as stack:
+        if library is not None:
+            before = torch.backends.cuda.preferred_blas_library()
+            try:
+                torch.backends.cuda.preferred_blas_library(library)
+            except RuntimeError as error:
+                say(absent=first_line(error))
+                return
+            stack.callback(torch.backends.cuda.preferred_blas_library, before)
+        _products(device)
+
+
+def _products(device: Device) -> None:
     torch.manual_seed(0)
     M, K, N = 200, 328, 136
     sides = {"NN": ((M, K), (K, N)), "NT": ((M, K), (N, K)), "TN": ((K, M), (K, N))}
@@ -531,5 +500,10 @@ PROBES = {
     "all-reduce-rank": rank,
 }
 
+
+def run(name: str) -> None:
+    PROBES[name]()
+
+
 if __name__ == "__main__":
-    answer(sys.argv[1:], lambda name: PROBES[name]())
+    answer(sys.argv[1:], run)

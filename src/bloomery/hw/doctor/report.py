@@ -20,7 +20,7 @@ from bloomery.hw.doctor import compute, gpu, software
 from bloomery.hw.doctor.finding import CheckFunction, Finding, MachineFacts
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import CommandResult, Host
-from bloomery.hw.kernel_trials import APART, KernelTrial, command, merged
+from bloomery.hw.kernel_trials import KernelTrial, command, merged
 
 GROUPS: dict[str, tuple[CheckFunction, ...]] = {
     "Machine": (
@@ -93,8 +93,7 @@ def shown(host: Host) -> Host:
 
 def _task(command: Sequence[str]) -> str:
     """What a command examines, in words of the report."""
-    words = command[command.index("-m") + 2 :] if "-m" in command else command[-1:]
-    names = [word for word in words if word != APART]
+    names = command[command.index("-m") + 2 :] if "-m" in command else command[-1:]
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 

@@ -11,6 +11,7 @@ numbers than the formula, is not used: see hw/kernel_selection.py.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from bloomery.core import native
 from bloomery.hw import device as devices
@@ -309,12 +310,15 @@ def main(name: str, device: Device) -> None:
         TRITON_KERNELS[name](replace(device, compute_dtype=dtype))
 
 
-def run(name: str) -> None:
-    if name in CPU_KERNELS:
-        main_cpu(name)
-    else:
+def run(name: str, gpu: bool) -> None:
+    """On a GPU, also the trials of torch's own kernels: one process has all."""
+    if name in TRITON_KERNELS:
         main(name, devices.find())
+    elif gpu:
+        probes.run(name)
+    else:
+        main_cpu(name)
 
 
 if __name__ == "__main__":
-    probes.answer(sys.argv[1:], run)
+    probes.answer(sys.argv[1:], partial(run, gpu=devices.find().is_gpu))
