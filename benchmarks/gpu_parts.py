@@ -51,7 +51,6 @@ from bloomery.weights.opened import own_weights, put_weight
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend
 
 GIB = 2**30
@@ -168,7 +167,7 @@ def profiled(device: Device, work: Callable[[], object]) -> tuple[float, list[di
     with torch.profiler.profile(activities=kinds) as profile:
         work()
         device.synchronize()
-    events = [event for event in profile.key_averages() if not gpu or event.device_type == DeviceType.CUDA]
+    events = [event for event in profile.key_averages() if not gpu or event.device_type.name == "CUDA"]
 
     def own(event: Any) -> float:
         return float(event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3

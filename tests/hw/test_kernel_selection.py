@@ -241,7 +241,7 @@ def test_a_run_does_not_start_where_a_kernel_fails(tmp_path: Path) -> None:
 
 
 def test_a_new_gpu_is_tried_once(tmp_path: Path) -> None:
-    host, asked = MATRIX["7900-xtx-x2"].build(tmp_path), []
+    host, asked = MATRIX["7900-xtx-x2"].build(tmp_path), list[str]()
 
     def run(command: Sequence[str], limit: float) -> CommandResult:
         asked.extend(command)
