@@ -161,13 +161,11 @@ def trials(vendor: str) -> list[KernelTrial]:
 
 def _fused() -> list[KernelTrial]:
     """Kernels of our own in Triton, and what of torch they compete with, as training computes it."""
-    of_torch = [
-        KernelTrial(kernel=kernel, implementation="torch", module=FUSED)
-        for kernel in ("cross-entropy", "rotary", "rotary-norm", "nf4")
-    ]
+    kernels = ("cross-entropy", "rotary", "rotary-norm", "gemv-int8", "gemv-int4", "gemv-nf4")
+    of_torch = [KernelTrial(kernel=kernel, implementation="torch", module=FUSED) for kernel in kernels]
     ours = [
         KernelTrial(kernel=kernel, implementation=OWN, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
-        for kernel in ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+        for kernel in ("rms-norm", *kernels)
     ]
     return [*of_torch, *ours]
 
