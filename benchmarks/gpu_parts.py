@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.core.chat import SamplingConfig
 from bloomery.core.config import build
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
@@ -32,8 +31,8 @@ from bloomery.model import lora as model_lora
 from bloomery.model.attention import AttentionMask, fused_attention
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
 from bloomery.model.kernels import triton
-from bloomery.model.kernels.trials import _dense, _plain_loss, _tiled, _torchs
-from bloomery.model.quantize import NF4, kept_bytes
+from bloomery.model.kernels.trials import _dense, _few, _plain_loss, _torchs
+from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
 from bloomery.train import fsdp
@@ -450,10 +449,10 @@ def kernel_cases(setting: Setting) -> Iterator[Case]:
             4 * q.nbytes,
         )
     side = 256 if setting.quick else 4096
-    matrix = NF4(nn.Linear(side, side)).to(where)
-    for rows in (1, 16, 512, 2048, min(tokens, 16_384)):
-        x = numbers(rows, side, kind=dtype)
-        yield "nf4", f"{rows}x{side}x{side}", partial(_tiled, matrix, x, False), partial(_dense, matrix, x, False), 0
+    for base, rows in product(("int8", "int4", "nf4"), (1, 16)):
+        matrix, x = frozen(nn.Linear(side, side, device=where), base), numbers(rows, side, kind=dtype)  # type: ignore[arg-type]
+        size = kept_bytes(matrix)
+        yield f"gemv-{base}", f"{rows}x{side}x{side}", partial(_few, matrix, x), partial(_dense, matrix, x), size
 
 
 def milliseconds(device: Device, work: Callable[[], object]) -> float:
@@ -545,6 +544,11 @@ def frozen_model(
 # --- 7. decoding -----------------------------------------------------------------------------------------------------
 
 
+DECODED_LAYERS = 2
+"""Of an 8B model, that have weights of their own; the others share them in turn, to be built in time. They are larger
+than the caches of a GPU."""
+
+
 def decode(setting: Setting) -> None:
     device = setting.device
     bandwidth = probes.copy_rate(device)
@@ -554,27 +558,55 @@ def decode(setting: Setting) -> None:
         model_config, vocab_size = setting.shape(preset, TOKENS)
         row: dict[str, Any] = {"preset": preset, "weights": form}
         try:
-            model = frozen_model(model_config, vocab_size, device, "float32", form).to(device.torch_device)
+            model = repeated_model(model_config, vocab_size, device, form)
             engine = Engine(model, vocab_size)
-            read = kept_bytes(model) - (0 if model_config.tie_embeddings else model.embed.weight.nbytes)
-            best = math.inf
-            for _ in range(2):
-                device.synchronize()
-                began = time.perf_counter()
-                ids = list(engine.stream(prompt, SamplingConfig.greedy(count), stop_ids=frozenset()))
-                best = min(best, (time.perf_counter() - began) / len(ids))
-            limit = bandwidth / read
+            table = 0 if model_config.tie_embeddings else model.head.weight.nbytes
+            read = sum(map(kept_bytes, model.blocks)) + (table or model.embed.weight.nbytes)
+            speed, limit = tokens_per_second(device, engine, [prompt], count), bandwidth / read
             row |= {
                 "gib": round(read / GIB, 3),
-                "tokens_per_second": round(1 / best, 1),
+                "tokens_per_second": round(speed, 1),
                 "limit": round(limit, 1),
-                "share": round(1 / best / limit, 4),
+                "share": round(speed / limit, 4),
             }
+            if preset == "llama-3.1-8b":
+                row["tokens_per_second_of_8"] = round(tokens_per_second(device, engine, [prompt] * 8, count), 1)
+            row["captures"] = sum(one is not None for step in engine._idle.values() for one in step.graphs.values())
             del model, engine
         except torch.OutOfMemoryError as error:
             row["note"] = str(error).splitlines()[0]
         devices.give_back_memory()
         say(decoding=[row])
+
+
+def tokens_per_second(device: Device, engine: Engine, prompts: list[list[int]], count: int) -> float:
+    """Of all prompts together, after the prompts: the best of two times, behind one in which steps are captured."""
+    best = math.inf
+    for _ in range(3):
+        rows = engine.rows(prompts, [count] * len(prompts))
+        logits, every = rows.begin(), range(len(prompts))
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(count - 1):
+            logits = rows.extend(every, logits.argmax(dim=-1).tolist())
+        device.synchronize()
+        best = min(best, time.perf_counter() - began)
+        del rows
+    return (count - 1) * len(prompts) / best
+
+
+def repeated_model(model_config: ModelConfig, vocab_size: int, device: Device, form: str) -> Transformer:
+    """A model whose layers share the weights of the first few in turn."""
+    few = min(model_config.num_layers, DECODED_LAYERS if model_config.hidden_size >= 4096 else model_config.num_layers)
+    model = on_meta(model_config, vocab_size)
+    made = frozen_model(model_config.model_copy(update={"num_layers": few}), vocab_size, device, "float32", form)
+    model.embed, model.positions, model.norm, model.head = made.embed, made.positions, made.norm, made.head
+    for number, block in enumerate(model.blocks):
+        for path, module in list(made.blocks[number % few].named_modules()):
+            if not list(module.children()):
+                parent, _, name = path.rpartition(".")
+                setattr(block.get_submodule(parent), name, module)
+    return model.to(device.torch_device)
 
 
 # --- 8. AMD ----------------------------------------------------------------------------------------------------

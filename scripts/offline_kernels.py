@@ -84,14 +84,23 @@ def entropy(width: int, dtype: torch.dtype) -> None:
     kernels_triton.cross_entropy_(made(1024, width, dtype=dtype), made(1024, dtype=torch.int64), z_loss=1e-4)
 
 
-def product(tokens: int, shape: tuple[int, int], dtype: torch.dtype, double: bool) -> None:
-    blocks = -(-shape[1] // 64)
-    codes, numbers = made(shape[0], 32 * blocks, dtype=torch.uint8), made(16)
-    scales = made(shape[0], blocks, dtype=torch.int8 if double else HALF)
-    coarse = made(-(-scales.numel() // 256) + 1) if double else None
-    both = partial(kernels_triton.nf4_product, codes=codes, scales=scales, numbers=numbers, shape=shape, coarse=coarse)
-    both(made(tokens, shape[1], dtype=dtype), bias=made(shape[0]))
-    both(made(tokens, shape[0], dtype=dtype), back=True)
+def gemv(rows: int, shape: tuple[int, int], dtype: torch.dtype, base: str) -> None:
+    width, outputs = shape
+    blocks, groups, double = -(-width // 64), -(-width // 32), base == "nf4_double"
+    codes, scales = {
+        "int8": ((width,), made(outputs, 1)),
+        "int4": ((groups, 16), made(outputs, groups, 2, dtype=torch.float16)),
+        "nf4": ((32 * blocks,), made(outputs, blocks, dtype=torch.int8 if double else HALF)),
+    }[base.partition("_")[0]]
+    kernels_triton.gemv(
+        made(rows, width, dtype=dtype),
+        made(outputs, *codes, dtype=torch.int8 if base == "int8" else torch.uint8),
+        scales,
+        base.partition("_")[0],
+        numbers=made(16),
+        coarse=made(-(-scales.numel() // 256) + 1) if double else None,
+        bias=made(outputs),
+    )
 
 
 CASES: Mapping[str, Callable[[], None]] = {
@@ -103,11 +112,15 @@ CASES: Mapping[str, Callable[[], None]] = {
     "5 heads of 80, float32, normed": partial(rotate, 5, 80, FULL, True),
     "50257 logits, bfloat16": partial(entropy, 50257, HALF),
     "128256 logits, float32": partial(entropy, 128256, FULL),
-    "2048 × 4096 × 4096, bfloat16": partial(product, 2048, (4096, 4096), HALF, False),
-    "2048 × 4096 × 1000, bfloat16, scales coded": partial(product, 2048, (1000, 4096), HALF, True),
-    "1 × 4096 × 4096, bfloat16": partial(product, 1, (4096, 4096), HALF, False),
-    "500 × 1024 × 1024, float32": partial(product, 500, (1024, 1024), FULL, False),
-    "1 × 2 × 2, bfloat16": partial(product, 1, (2, 2), HALF, True),
+    "1 × 4096 × 14336, int8, bfloat16": partial(gemv, 1, (4096, 14336), HALF, "int8"),
+    "16 × 4096 × 4096, int8, bfloat16": partial(gemv, 16, (4096, 4096), HALF, "int8"),
+    "1 × 4096 × 1024, int4, bfloat16": partial(gemv, 1, (4096, 1024), HALF, "int4"),
+    "3 × 4096 × 4096, int4, bfloat16": partial(gemv, 3, (4096, 4096), HALF, "int4"),
+    "1 × 4096 × 4096, nf4, bfloat16": partial(gemv, 1, (4096, 4096), HALF, "nf4"),
+    "16 × 4096 × 14336, nf4, bfloat16": partial(gemv, 16, (4096, 14336), HALF, "nf4"),
+    "1 × 1280 × 1000, nf4_double, bfloat16": partial(gemv, 1, (1280, 1000), HALF, "nf4_double"),
+    "16 × 1280 × 100, nf4_double, float32": partial(gemv, 16, (1280, 100), FULL, "nf4_double"),
+    "1 × 2 × 2, nf4, bfloat16": partial(gemv, 1, (2, 2), HALF, "nf4"),
     "a token, a head of 2, bfloat16, normed": partial(rotate, 1, 2, HALF, True, 1),
     "a row of 1, float32": partial(norm, 1, FULL, FULL, 1),
     "1 score, float32": partial(entropy, 1, FULL),

@@ -20,7 +20,6 @@ from bloomery.hw import kernel_trials
 from bloomery.model import lora, quantize
 from bloomery.model.config import Lora
 from bloomery.model.kernels import reference, trials, triton
-from bloomery.model.quantize import NF4, numbers
 from bloomery.model.transformer import Transformer
 from bloomery.train.loss import token_losses
 from tests.model.made import CHOICES, lively, random_ids
@@ -28,7 +27,7 @@ from tests.model.made import CHOICES, lively, random_ids
 import torch
 from torch import Tensor, nn
 
-KERNELS = ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+KERNELS = ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "gemv-int8", "gemv-int4", "gemv-nf4")
 SHARE = 0.75
 """Of a loss, by which its grads are multiplied on the way."""
 LAUNCH = triton.launch
@@ -133,22 +132,15 @@ def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
 
 
 def products() -> Iterator[tuple[str, float]]:
-    shapes = ((34, 100), (2, 10))
-    for (rows, width), count, double in itertools.product(shapes, (1, 40), (False, True)):
-        matrix = NF4(nn.Linear(width, rows), double)
-        sixteen = numbers(torch.device("cpu"))
-        dense = reference.nf4_dense(matrix.weight, matrix.scales, sixteen, (rows, width), matrix.coarse).double()
-        x, grad, bias = torch.randn(count, width), torch.randn(count, rows), matrix.bias
+    shapes = ((34, 100), (2, 10), (70, 1300), (1030, 40))
+    bases: tuple[Any, ...] = ("int8", "int4", "nf4", "nf4_double")
+    for base, (rows, width), count in itertools.product(bases, shapes, (1, 2, 16)):
+        matrix, x = quantize.frozen(nn.Linear(width, rows), base), torch.randn(count, width)
+        dense, bias = matrix.dense(torch.float32).double(), matrix.bias
         assert bias is not None
-        assert torch.equal(dense.float(), matrix.dense(torch.float32))
-
-        def ours(x: Tensor, matrix: NF4 = matrix, **options: Any) -> Tensor:
-            shape, sixteen = (matrix.num_rows, matrix.width), numbers(x.device)
-            return triton.nf4_product(x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, **options)
-
-        words = f"{count} × NF4 of {rows} × {width}{', scales coded' if double else ''}"
-        yield words, far(ours(x, bias=bias), x.double() @ dense.t() + bias)
-        yield f"{words}, back", far(ours(grad, back=True), grad.double() @ dense)
+        words = f"{count} × {base} of {rows} × {width}"
+        yield words, far(matrix.few(x, bias), x.double() @ dense.t() + bias)
+        yield f"{words}, without bias", far(matrix.few(x, None), x.double() @ dense.t())
 
 
 def models() -> Iterator[tuple[str, float]]:
@@ -159,7 +151,7 @@ def models() -> Iterator[tuple[str, float]]:
     model = lively(CHOICES["Qwen3"])
     lora.attach(model, Lora(base_dtype="nf4", rank=2), seed=3)
     assert any(isinstance(module, quantize.NF4) for module in model.modules())
-    yield "a model on NF4", trained(model, {"norm", "rotate_grads", "nf4_product", "entropy"})
+    yield "a model on NF4", trained(model, {"norm", "rotate_grads", "gemv", "entropy"})
 
 
 def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> float:
@@ -187,7 +179,7 @@ TRIALS = [
     ("cross-entropy-triton", "entropy", "nan"),
     ("rotary-triton", "rotate", "flip"),
     ("rotary-norm-triton", "rotate_grads", "zeros"),
-    ("nf4-triton", "nf4_product", "flip"),
+    ("gemv-nf4-triton", "gemv", "flip"),
 ]
 """Name of a trial, a kernel of it, and what is wrong with that."""
 

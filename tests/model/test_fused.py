@@ -61,7 +61,7 @@ def errors(group: str) -> Mapping[str, float]:
 
 @pytest.mark.slow
 @NEEDS_TRITON
-@pytest.mark.parametrize("operation", ["norm", "turned", "entropy", "NF4"])
+@pytest.mark.parametrize("operation", ["norm", "turned", "entropy", "int8", "int4", "nf4"])
 def test_a_kernel_equals_its_formula_in_float64_with_its_gradients(operation: str) -> None:
     found = {case: error for case, error in errors("kernels").items() if operation in case}
     assert len(found) >= 7
@@ -89,7 +89,7 @@ def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another()
         "cross-entropy-triton entropy nan": "loss, gradient of s: returns NaN or infinity",
         "rotary-triton rotate flip": "rotated: has the wrong sign (cosine -1.00)",
         "rotary-norm-triton rotate_grads zeros": "rotated, gradient of x: returns zeros",
-        "nf4-triton nf4_product flip": "product: has the wrong sign (cosine -1.00)",
+        "gemv-nf4-triton gemv flip": "1 × nf4 of 72 × 200: has the wrong sign (cosine -1.00)",
     }
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_used_before_a_trial_found_it_right_and_fastest() -> None:
 
 
 def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None:
-    kernel_trials.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "nf4"))
+    kernel_trials.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "gemv-nf4"))
     x = torch.randn(3, 64)
     assert not triton.ready("rms-norm", x)
     assert RMSNorm(64, 1e-5)(x).shape == x.shape
@@ -144,8 +144,8 @@ def test_a_format_without_kernels_of_ours_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
-    trials.main("nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
-    assert outcome("nf4-triton", capsys.readouterr().out).status == "absent"
+    trials.main("gemv-nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
+    assert outcome("gemv-nf4-triton", capsys.readouterr().out).status == "absent"
 
 
 def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

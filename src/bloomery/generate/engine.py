@@ -5,8 +5,13 @@ A sequence of a batch gets the IDs that it would get alone, by test. sampling.py
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from jaxtyping import Float
 
@@ -16,9 +21,11 @@ from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
 from bloomery.generate.sampling import TokenSampler, choose_each
+from bloomery.hw import device as devices
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
-from bloomery.model.quantize import kept_bytes
+from bloomery.model.kernels import cpu
+from bloomery.model.quantize import QuantizedLinear, kept_bytes
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -30,6 +37,12 @@ DRAFT_NGRAMS = (3, 2)
 """Lengths of the endings that are looked up, the longest first."""
 PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
+FEWEST_KEYS = 256
+"""That a step on a GPU reads; then twice as many, and so on. A GPU's cache grows by as many tokens."""
+WARM_STEPS = 2
+"""Before a step is captured: they compile kernels, and make what is kept."""
+IDLE_STEPS = 2
+"""That an engine keeps with their caches for the next texts."""
 
 
 def check_finite(numbers: Tensor) -> None:
@@ -117,6 +130,8 @@ class Engine:
             raise ConfigError(what, where="kv_dtype", hint=hint)
         self.draft_tokens = draft_tokens
         self.drafter()  # which checks the number
+        self._idle: dict[int, StaticStep] = {}
+        self._replays = devices.is_gpu(model.embed.weight.device)
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -215,11 +230,29 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch":
+    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch | StaticBatch":
         """Prompts that are decoded together, with memory for so many more tokens of each."""
-        if self.decoder is None:
+        if self.decoder is not None:
+            return PackedBatch(self.decoder, self.num_ids, prompts, rooms)
+        if not self._replays:
             return ModelBatch(self.model, self.num_ids, prompts, rooms)
-        return PackedBatch(self.decoder, self.num_ids, prompts, rooms)
+        step = self._step(len(prompts), max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True)))
+        batch = StaticBatch(step, prompts)
+        weakref.finalize(batch, self._put_back, step).atexit = False
+        return batch
+
+    def _step(self, num_rows: int, tokens: int) -> "StaticStep":
+        """The smallest idle step with memory for texts of that length, or a new one."""
+        for key, step in sorted(self._idle.items(), key=lambda item: item[1].cache.capacity):
+            fits = step.num_rows == num_rows and step.cache.capacity >= tokens
+            if fits and self._idle.pop(key, None) is not None:  # another thread may have been faster
+                return step
+        return StaticStep(self.model, self.num_ids, num_rows, tokens)
+
+    def _put_back(self, step: "StaticStep") -> None:
+        self._idle[id(step)] = step
+        for key in list(self._idle)[:-IDLE_STEPS]:
+            self._idle.pop(key, None)
 
     @torch.inference_mode()
     def embed(self, ids: Sequence[int]) -> Float[Tensor, " D"]:
@@ -299,6 +332,9 @@ class PackedBatch:
 class ModelBatch:
     """Sequences that are decoded by the model itself. All are computed until the last has ended."""
 
+    ends_together = True
+    """Whether all prompts end at the same index of the cache, or begin there."""
+
     def __init__(
         self, model: Transformer, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]
     ) -> None:
@@ -312,15 +348,16 @@ class ModelBatch:
         self.steps = 0
 
     def begin(self) -> Tensor:
-        """Logits (B, V) of what follows each prompt. In the cache all prompts end at the same index."""
-        like, longest = self.model.embed.weight, max(map(len, self.prompts))
+        """Logits (B, V) of what follows each prompt. Prompts of a length are computed together."""
+        like, longest = self.cache.keys, max(map(len, self.prompts))
         logits = torch.empty(len(self.prompts), self.num_ids, device=like.device)
         for length in {len(prompt) for prompt in self.prompts}:
             rows = [row for row, prompt in enumerate(self.prompts) if len(prompt) == length]
             cache = Cache.empty(self.model.config, len(rows), length, like)
             logits[rows] = self._logits([self.prompts[row] for row in rows], cache)
             for all_rows, some in ((self.cache.keys, cache.keys), (self.cache.values, cache.values)):
-                all_rows[:, rows, :, longest - length : longest] = some
+                first = longest - length if self.ends_together else 0
+                all_rows[:, rows, :, first : first + length] = some
         self.cache.length = longest
         return logits
 
@@ -334,7 +371,6 @@ class ModelBatch:
         self.steps += 1
         return self._logits([[id] for id in self.last], self.cache, positions, mask)[list(rows)]
 
-    @torch.inference_mode()
     def _logits(
         self, ids: Sequence[Sequence[int]], cache: Cache, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
@@ -342,10 +378,155 @@ class ModelBatch:
         device = cache.keys.device
         positions = None if positions is None else positions.to(device)
         mask = None if mask is None else mask.to(device)
-        hidden = self.model.extend(torch.tensor(ids, device=device), cache, positions=positions, mask=mask)
-        logits = self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
-        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        logits, sums = computed(
+            self.model, self.num_ids, torch.tensor(ids, device=device), cache, positions=positions, mask=mask
+        )
+        check_finite(sums)
         return logits
+
+
+@torch.inference_mode()
+def computed(
+    model: Transformer, num_ids: int, ids: Tensor, cache: Cache, **where: Tensor | None
+) -> tuple[Float[Tensor, "B V"], Float[Tensor, " B"]]:
+    """
+    Logits of what follows, after each row's new IDs went into the cache, and their sums, which are not finite where any
+    logit is not. Matmuls are in the number format of the cache.
+    """
+    dtype, kind = cache.keys.dtype, ids.device.type
+    # Converted weights are not kept: a graph would keep them in memory of its own.
+    with nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype, cache_enabled=False):
+        hidden = model.extend(ids, cache, **where)
+        logits = model.logits(hidden[:, -1:])[:, 0, :num_ids]
+    return logits, logits.sum(dim=-1)
+
+
+class StaticStep:
+    """
+    A step for so many rows in memory that never moves: IDs, positions, keys and values. What it reads of the keys grows
+    by doubling. A GPU captures the step once for each such number of keys, and then replays it: the host asks for one
+    thing instead of hundreds. Elsewhere, and where a step cannot be captured, the same step is computed as it is.
+
+    The logits equal those of a whole pass up to the order of sums.
+    """
+
+    def __init__(self, model: Transformer, num_ids: int, num_rows: int, tokens: int) -> None:
+        """Memory for `tokens` of each row, rounded up."""
+        self.model, self.num_ids, self.num_rows = model, num_ids, num_rows
+        device = model.embed.weight.device
+        capacity = -(-tokens // FEWEST_KEYS) * FEWEST_KEYS
+        like = torch.empty(0, dtype=compute_format(model), device=device)
+        self.cache = Cache.empty(model.config, num_rows, capacity, like)
+        self._inputs = torch.zeros(2, num_rows, 1, dtype=torch.int64, device=device)
+        self._host = torch.zeros(2, num_rows, 1, dtype=torch.int64, pin_memory=devices.is_gpu(device))
+        self.ids, self.cache.positions = self._inputs
+        self.graphs: dict[int, Graph | None] = {}
+        """By the keys that are read; None where a step is computed as it is."""
+
+    def captures(self) -> bool:
+        """Whether a graph is tried: on a GPU that holds each weight whole."""
+        weights = chain(self.model.parameters(), self.model.buffers())
+        return devices.is_gpu(self._inputs.device) and all(type(one) in cpu.PLAIN for one in weights)
+
+    def run(self, ids: Sequence[int], positions: Sequence[int]) -> Float[Tensor, "B V"]:
+        """
+        Logits of what follows a token of each row, at its position. The next call overwrites them. A row may be
+        computed again at its last position, which changes nothing. Raises CheckpointError for logits that are not
+        finite.
+        """
+        self._host.copy_(torch.tensor([ids, positions])[:, :, None])
+        self._inputs.copy_(self._host, non_blocking=True)  # whose end the check below waits for
+        keys = FEWEST_KEYS
+        while keys <= max(positions):
+            keys *= 2
+        keys = min(keys, self.cache.capacity)
+        if keys not in self.graphs:
+            self.graphs[keys] = captured(lambda: self._compute(keys), self._inputs.device) if self.captures() else None
+        graph = self.graphs[keys]
+        logits, sums = self._compute(keys) if graph is None else graph.replay()
+        check_finite(sums)
+        return logits
+
+    def _compute(self, keys: int) -> tuple[Tensor, Tensor]:
+        self.cache.length = keys - 1  # which the step makes longer by one
+        return computed(self.model, self.num_ids, self.ids, self.cache)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a GPU replays, and the tensors that it then overwrites."""
+
+    graph: Any
+    """A torch.cuda.CUDAGraph."""
+    outputs: tuple[Tensor, Tensor]
+
+    def replay(self) -> tuple[Tensor, Tensor]:
+        self.graph.replay()
+        return self.outputs
+
+
+_CAPTURE = threading.Lock()
+"""A process captures one graph at a time."""
+
+
+def captured(work: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> Graph | None:
+    """
+    Some work of a GPU as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The
+    work reads and writes only memory that stays, and never waits for the GPU.
+    """
+    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_STEPS):
+            work()
+    before.wait_stream(stream)
+    try:
+        # Other threads may ask for memory meanwhile.
+        with _CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outputs = work()
+    except RuntimeError as error:
+        torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
+        reason = str(error.__context__ or error).strip().partition("\n")[0]
+        info(f"Decoding without a CUDA graph, which is slower: {reason}")
+        return None
+    return Graph(graph, outputs)
+
+
+def compute_format(model: Transformer) -> torch.dtype:
+    """
+    Of a step on a GPU: the number format of the embedding. Where that is float32 and the matrices of blocks are frozen
+    in fewer bytes, it is the format that the GPU computes in.
+    """
+    table = model.embed.weight
+    frozen = [module.weight for module in model.modules() if isinstance(module, QuantizedLinear)]
+    short = bool(frozen) and all(weight.dtype != torch.float32 for weight in frozen)
+    if table.dtype != torch.float32 or not short or not devices.is_gpu(table.device):
+        return table.dtype
+    return devices.find(open=False).compute_dtype
+
+
+class StaticBatch(ModelBatch):
+    """Sequences that are decoded by a static step. Those that have ended are computed again where they ended."""
+
+    ends_together = False
+
+    def __init__(self, step: StaticStep, prompts: Sequence[Sequence[int]]) -> None:
+        self.step, self.model, self.num_ids, self.cache, self.prompts = (
+            step,
+            step.model,
+            step.num_ids,
+            step.cache,
+            prompts,
+        )
+        self.last = [prompt[-1] for prompt in prompts]
+        self.positions = [len(prompt) - 1 for prompt in prompts]
+
+    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """As of a ModelBatch; the next call overwrites the logits."""
+        for row, id in zip(rows, ids, strict=True):
+            self.last[row], self.positions[row] = id, self.positions[row] + 1
+        logits = self.step.run(self.last, self.positions)
+        return logits if len(rows) == len(self.last) else logits[list(rows)]
 
 
 def _fits(model: Transformer) -> bool:

@@ -155,13 +155,11 @@ def trials(vendor: str) -> list[KernelTrial]:
         for kind in kinds
     ]
     flex = KernelTrial(kernel=FLEX, limit_seconds=COMPILE_LIMIT_SECONDS)
-    of_torch = [
-        KernelTrial(kernel=kernel, implementation="torch")
-        for kernel in ("cross-entropy", "rotary", "rotary-norm", "nf4")
-    ]
+    kernels = ("cross-entropy", "rotary", "rotary-norm", "gemv-int8", "gemv-int4", "gemv-nf4")
+    of_torch = [KernelTrial(kernel=kernel, implementation="torch") for kernel in kernels]
     ours = [
         KernelTrial(kernel=kernel, implementation=OWN, limit_seconds=COMPILE_LIMIT_SECONDS)
-        for kernel in ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+        for kernel in ("rms-norm", *kernels)
     ]
     rest = [*products, *attention, norm, *of_torch, training, flex, *ours, block]
     return [launch, *(replace(trial, module=FUSED) for trial in rest)]

@@ -54,6 +54,8 @@ class AttentionMask:
     """What may be seen at all, where that is less."""
     slopes: Float[Tensor, " H"] | None = None
     """Of ALiBi: how much a score falls with each token of distance."""
+    positions: Int[Tensor, "B T"] | None = None
+    """Of the queries among the keys, where rows differ. None: the queries are the last of the keys."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -69,7 +71,8 @@ class AttentionMask:
     @property
     def is_causal(self) -> bool:
         """Whether the only limit is that nobody looks ahead."""
-        return self.segments is None and self.allowed is None and self.slopes is None and not self.is_windowed
+        limits = (self.segments, self.allowed, self.slopes, self.positions)
+        return all(limit is None for limit in limits) and not self.is_windowed
 
     def mask(self) -> Bool[Tensor, "b T S"]:
         """True where a token may look; b is 1 where all rows are alike."""
@@ -79,7 +82,7 @@ class AttentionMask:
         """The mask as a bias to add to attention scores, without ALiBi."""
         return self.cached(("bias", dtype), lambda: self._bias(dtype))
 
-    def distance(self, dtype: torch.dtype, rows: slice = ALL, keys: slice = ALL) -> Float[Tensor, "t s"]:
+    def distance(self, dtype: torch.dtype, rows: slice = ALL, keys: slice = ALL) -> Float[Tensor, "*b t s"]:
         """How many tokens a key lies before a query."""
         if (rows, keys) != (ALL, ALL):
             return (self._places()[rows] - self._keys()[:, keys]).to(dtype)
@@ -107,7 +110,9 @@ class AttentionMask:
         value: M = self._made[name]
         return value
 
-    def _places(self) -> Int[Tensor, "T 1"]:
+    def _places(self) -> Int[Tensor, "*b T 1"]:
+        if self.positions is not None:
+            return self.positions[:, :, None]
         return torch.arange(self.offset, self.num_keys, device=self.device)[:, None]
 
     def _keys(self) -> Int[Tensor, "1 S"]:
@@ -118,11 +123,11 @@ class AttentionMask:
         return self._mask(rows, keys)
 
     def _mask(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
-        query, key = self._places()[rows], self._keys()[:, keys]
+        query, key = self._places()[..., rows, :], self._keys()[:, keys]
         seen = key <= query
         if self.window is not None:
             seen &= key > query - self.window
-        seen = seen[None]
+        seen = seen if self.positions is not None else seen[None]
         if self.segments is not None:
             seen = seen & (self.segments[:, self.offset :][:, rows, None] == self.segments[:, None, keys])
         return seen if self.allowed is None else seen & self.allowed[:, rows, keys]
@@ -159,7 +164,7 @@ def softmax_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> At
     k, v = (one.to(q.dtype).repeat_interleave(group, dim=1) for one in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
     if mask.slopes is not None:
-        scores = scores - mask.slopes.to(q.dtype)[:, None, None] * mask.distance(q.dtype)
+        scores = scores - mask.slopes.to(q.dtype)[:, None, None] * mask.distance(q.dtype).unsqueeze(-3)
     scores = scores.masked_fill(~mask.mask()[:, None], -torch.inf)
     weights = torch.softmax(scores, dim=3)
     return weights @ v
@@ -188,6 +193,19 @@ def _ungrouped(q: Queries, k: Keys, v: Values) -> tuple[Float[Tensor, "B H S E"]
     return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
 
 
+def stacked_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
+    """
+    PyTorch's, for one query of each row over the first S keys of a cache. Query heads that share a key head are stacked
+    as its queries, so that no key is copied. Shapes do not depend on the positions, which a GPU alone reads.
+    """
+    (B, H, _, E), (K, S) = q.shape, k.shape[1:3]
+    bias = mask.cached(
+        ("stacked", q.dtype, K), lambda: _full_bias(mask, q.dtype).expand(-1, H, -1, -1).reshape(B, K, H // K, S)
+    )
+    stacked = q.reshape(B, K, H // K, E)
+    return F.scaled_dot_product_attention(stacked, k.to(q.dtype), v.to(q.dtype), attn_mask=bias).view(B, H, 1, -1)
+
+
 def _full_bias(mask: AttentionMask, dtype: torch.dtype) -> Float[Tensor, "b h T S"]:
     """The mask and ALiBi as one bias, made once: layers share it."""
     slopes = mask.slopes
@@ -195,7 +213,7 @@ def _full_bias(mask: AttentionMask, dtype: torch.dtype) -> Float[Tensor, "b h T 
         return mask.bias(dtype)
 
     def falling() -> Tensor:
-        bias = -slopes.to(dtype)[:, None, None] * mask.distance(dtype)
+        bias = -slopes.to(dtype)[:, None, None] * mask.distance(dtype).unsqueeze(-3)
         return bias.masked_fill(~mask.mask()[:, None], -torch.inf)
 
     return mask.cached(("falling", dtype), falling)
@@ -209,6 +227,8 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
     """
     if not torch.compiler.is_compiling() and (elsewhere := cpu.ATTENTION_ELSEWHERE.get()) is not None:
         return elsewhere(q, k, v, mask)
+    if mask.positions is not None:
+        return stacked_attention(q, k, v, mask)
     if q.device.type == "cpu" and (torch.compiler.is_compiling() or not cpu.ELSEWHERE.get()):
         if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)
@@ -429,11 +449,16 @@ class Cache:
     Keys and values of the tokens seen so far, for all layers, and how many there are.
 
     Rows are as long as `capacity`; `length` of them are filled, the same number in every row of the batch.
+
+    With `positions`, rows differ: the next token of a row goes to its position, and sees what is before it, as far as
+    `length`. What a step needs and no position changes is then kept, because a GPU that replays the step makes nothing.
     """
 
     keys: Float[Tensor, "L B K C E"]
     values: Float[Tensor, "L B K C E"]
     length: int = 0
+    positions: Int[Tensor, "B 1"] | None = None
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def capacity(self) -> int:
@@ -446,11 +471,23 @@ class Cache:
         keys, values = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
         return cls(keys, values)
 
+    def kept(self, name: Any, make: Callable[[], M]) -> M:
+        """What `make` gives; made once where rows have positions of their own."""
+        if self.positions is None:
+            return make()
+        if name not in self._kept:
+            self._kept[name] = make()
+        value: M = self._kept[name]
+        return value
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put a layer's new keys and values behind the old ones, and give all of them."""
         until = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length : until] = k
-        self.values[layer, :, :, self.length : until] = v
+        for rows, new in ((self.keys[layer], k), (self.values[layer], v)):
+            if self.positions is None:
+                rows[:, :, self.length : until] = new
+            else:
+                rows.scatter_(2, self.positions[:, None, :, None].expand(new.shape), new.to(rows.dtype))
         return self.keys[layer, :, :, :until], self.values[layer, :, :, :until]
 
 

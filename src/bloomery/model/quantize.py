@@ -3,8 +3,8 @@ Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by ro
 NormalFloat by blocks.
 
 Each matmul dequantises the matrix again, forward and backward, so the dense matrix is never kept. Gradients equal those
-of a dense layer with the same numbers, bit for bit. Some GPUs are faster with Bloomery's own kernel, which dequantises
-tile by tile. There the gradients differ only by the order of sums.
+of a dense layer with the same numbers, bit for bit. For a few rows, as in decoding, Bloomery's own kernel may read the
+codes instead; its sums are in another order.
 
 Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row, G groups of 32 in a row.
 """
@@ -71,7 +71,10 @@ def forget() -> None:
 class QuantizedLinear(nn.Module):
     """A linear layer whose weights never change, kept in some format. `dense` gives them back."""
 
+    layout = ""
+    """Of codes, for the kernel that reads them."""
     weight: Tensor
+    scales: Tensor
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -85,7 +88,15 @@ class QuantizedLinear(nn.Module):
 
     def times(self, x: Float[Tensor, "*lead D"], bias: Tensor | None) -> Float[Tensor, "*lead R"]:
         """x Wᵀ + b, in the number format of x."""
+        few = self.layout and x.numel() <= triton.GEMV_ROWS * self.width
+        if few and triton.ready(f"gemv-{self.layout}", x) and type(self.weight) is Tensor:
+            return self.few(x.reshape(-1, self.width), bias).view(*x.shape[:-1], self.num_rows)
         return F.linear(x, self.dense(x.dtype), bias)
+
+    def few(self, x: Float[Tensor, "M D"], bias: Tensor | None) -> Float[Tensor, "M R"]:
+        """The same for few rows, by a kernel that reads the codes and makes no matrix."""
+        sixteen, coarse = (numbers(x.device), getattr(self, "coarse", None)) if self.layout == "nf4" else (None, None)
+        return triton.gemv(x, self.weight, self.scales, self.layout, numbers=sixteen, coarse=coarse, bias=bias)
 
     def times_back(self, grad: Float[Tensor, "*lead R"]) -> Float[Tensor, "*lead D"]:
         """The gradient of x: dy W, in the dtype of dy, the gradient of the output."""
@@ -126,7 +137,7 @@ class UnquantizedLinear(QuantizedLinear):
 class Int8(QuantizedLinear):
     """w = scale of the row · code, codes from −127 to 127."""
 
-    scales: Tensor
+    layout = "int8"
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -146,7 +157,7 @@ class Int4(QuantizedLinear):
     A byte has the codes of k in its low bits and of k + 16 in its high ones, as in the blocks Q4_0 and Q4_1 of GGUF.
     """
 
-    scales: Tensor
+    layout = "int4"
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -196,7 +207,7 @@ def int4_groups(weight: Float[Tensor, "R D"]) -> tuple[UInt8[Tensor, "R G 16"], 
 class NF4(QuantizedLinear):
     """w = scale of the block · one of 16 numbers; two codes a byte, and a byte becomes two numbers by one look-up."""
 
-    scales: Tensor
+    layout = "nf4"
     coarse: Tensor | None
     pairs: Float[Tensor, "256 2"]
 
@@ -231,21 +242,6 @@ class NF4(QuantizedLinear):
     def dense(self, dtype: torch.dtype) -> Tensor:
         values = F.embedding(self.weight.int(), self.pairs).view(self.num_rows, -1, BLOCK)
         return (values * self._scales()[..., None]).flatten(1)[:, : self.width].to(dtype)
-
-    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._fused(x, bias, back=False) if self._may_fuse(x) else super().times(x, bias)
-
-    def times_back(self, grad: Tensor) -> Tensor:
-        return self._fused(grad, None, back=True) if self._may_fuse(grad) else super().times_back(grad)
-
-    def _may_fuse(self, x: Tensor) -> bool:
-        return triton.ready("nf4", x) and type(self.weight) is Tensor
-
-    def _fused(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
-        shape, sixteen = (self.num_rows, self.width), numbers(x.device)
-        rows = x.reshape(-1, x.shape[-1])
-        y = triton.nf4_product(rows, self.weight, self.scales, sixteen, shape, coarse=self.coarse, bias=bias, back=back)
-        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _code_scales(self, scales: Float[Tensor, "R K"]) -> None:
         """Scales in 8 bits around their mean, with a scale for each 256 of them, and the mean."""

@@ -6,6 +6,7 @@ Letters used for shapes are those of layers.py; V is the vocabulary.
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -137,9 +138,9 @@ class Transformer(nn.Module):
         As forward, for T more tokens after those in the cache, which grows by them.
 
         `mask` says which of all S tokens are visible; by default all earlier tokens are. Positions start at the
-        cache's length unless given.
+        cache's length unless given, or the cache has them.
         """
-        hidden = self._run(ids, positions, None, mask, cache)
+        hidden = self._run(ids, cache.positions if positions is None else positions, None, mask, cache)
         cache.length += ids.shape[1]
         return hidden
 
@@ -185,31 +186,48 @@ class Transformer(nn.Module):
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
             if (window, kind) not in masks:
-                masks[window, kind] = self._attention_mask(kind, window, ids, before, segments, mask)
+                masks[window, kind] = self._attention_mask(kind, window, ids, cache, segments, mask)
             local = config.rope_local_theta is not None and window != "full"
             if config.rotates(number) and local not in ropes:
-                ropes[local] = rotation(positions, config, computed_in(x), local=local)
+                ropes[local] = self._rotation(positions, computed_in(x), local, cache)
             x = block(x, ropes[local] if config.rotates(number) else None, masks[window, kind], cache)
         normed: Tensor = self.norm(x)
         return normed
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype, local: bool, cache: Cache | None) -> Rotation:
+        if cache is None or cache.positions is None:
+            return rotation(positions, self.config, dtype, local=local)
+
+        def table() -> Rotation:
+            return rotation(
+                torch.arange(cache.capacity, device=positions.device)[None], self.config, dtype, local=local
+            )
+
+        cos, sin = cache.kept(("rope", local), table)
+        return cos[0, 0][positions][:, None], sin[0, 0][positions][:, None]
 
     def _attention_mask(
         self,
         kind: AttentionKind,
         window: Window,
         ids: Tensor,
-        before: int,
+        cache: Cache | None,
         segments: Tensor | None,
         mask: Tensor | None,
     ) -> AttentionMask:
+        slopes: Tensor | None = None
+        if self.config.position_embedding == "alibi":
+            make = partial(self._slopes, kind, ids.device)
+            slopes = make() if cache is None else cache.kept(("slopes", kind), make)
         return AttentionMask(
             num_queries=ids.shape[1],
-            num_keys=before + ids.shape[1],
+            num_keys=(cache.length if cache else 0) + ids.shape[1],
             device=ids.device,
             window=None if window == "full" else window,
             segments=segments,
             allowed=mask,
-            slopes=self._slopes(kind, ids.device) if self.config.position_embedding == "alibi" else None,
+            slopes=slopes,
+            positions=cache.positions if cache else None,
         )
 
     def _slopes(self, kind: AttentionKind, device: torch.device) -> Tensor:

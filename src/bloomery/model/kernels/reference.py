@@ -5,7 +5,7 @@ The formulas run in the format of their inputs, and say what is right. Where cal
 there is also the version that training computes without kernels.
 """
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
 
@@ -61,18 +61,3 @@ def cross_entropy_(
         shares.mul_(1 + 2 * z_loss * z)
     shares.scatter_add_(1, labels, shares.new_full(labels.shape, -1.0))
     return z, torch.mul(shares, share, out=shares if logits.dtype == torch.float32 else logits)
-
-
-def nf4_dense(
-    codes: UInt8[Tensor, "R bytes"],
-    scales: Tensor,
-    numbers: Float[Tensor, "16"],
-    shape: tuple[int, int],
-    coarse: Tensor | None = None,
-) -> Float[Tensor, "R D"]:
-    """The matrix that codes and scales stand for: the layout of quantize.NF4, written a second time to be compared."""
-    pairs = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()[:, : shape[1]]
-    if coarse is not None:
-        group = torch.arange(scales.numel(), device=scales.device).view(scales.shape) // 256
-        scales = scales * coarse[group] + coarse[-1]
-    return numbers[pairs] * scales.float().repeat_interleave(64, 1)[:, : shape[1]]

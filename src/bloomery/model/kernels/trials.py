@@ -8,10 +8,12 @@ A word that ends in -torch tries what callers compute without the kernels. A lib
 numbers than the formula, is not used: see hw/kernel_selection.py.
 """
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from bloomery.core import native
 from bloomery.hw import device as devices
@@ -20,12 +22,14 @@ from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
 from bloomery.model.attention import AttentionMask, compiled_flex, flexible_attention, softmax_attention
+from bloomery.model.config import Base
 from bloomery.model.kernels import cpu, reference, triton
 from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import RMSNorm, rotate
-from bloomery.model.quantize import NF4, numbers
+from bloomery.model.quantize import QuantizedLinear, frozen
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 TOKENS, HEADS, WIDTH, OTHER_WIDTH = 200, 4, 64, 48
@@ -196,40 +200,31 @@ def _angles(tokens: int, width: int) -> tuple[Tensor, Tensor]:
     return torch.cat((angle, angle), 3).cos(), torch.cat((angle, angle), 3).sin()
 
 
-Multiplying = Callable[[NF4, Tensor, bool], Tensor]
+Multiplying = Callable[[QuantizedLinear, Tensor], Tensor]
 
 
-def _tiled(matrix: NF4, x: Tensor, back: bool) -> Tensor:
-    shape, sixteen = (matrix.num_rows, matrix.width), numbers(x.device)
-    bias = None if back else matrix.bias
-    return triton.nf4_product(
-        x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, bias=bias, back=back
-    )
+def _few(matrix: QuantizedLinear, x: Tensor) -> Tensor:
+    return matrix.few(x, None if matrix.bias is None else matrix.bias.to(x.dtype))
 
 
-def _dense(matrix: NF4, x: Tensor, back: bool) -> Tensor:
-    return matrix.times_back(x) if back else matrix.times(x, None if matrix.bias is None else matrix.bias.to(x.dtype))
+def _dense(matrix: QuantizedLinear, x: Tensor) -> Tensor:
+    return F.linear(x, matrix.dense(x.dtype), None if matrix.bias is None else matrix.bias.to(x.dtype))
 
 
-def nf4(device: Device, multiplied: Multiplying) -> None:
+def gemv(device: Device, bases: Sequence[Base | Literal["int4"]], multiplied: Multiplying) -> None:
+    """For one row and for as many as the kernel takes; a narrow matrix, and one that is shared out along its width."""
     dtype = device.compute_dtype
-    for double in (False, True):
-        say(trying=f"scales {'coded' if double else 'as they are'}")
-        matrix = NF4(nn.Linear(200, 72), double)
-        dense = reference.nf4_dense(
-            matrix.weight, matrix.scales, numbers(torch.device("cpu")), (72, 200), matrix.coarse
-        )
-        x, grad = torch.randn(65, 200).to(dtype), torch.randn(65, 72).to(dtype)
-        right = x.double() @ dense.double().t() + (matrix.bias.double() if matrix.bias is not None else 0.0)
-        matrix = matrix.to(device.torch_device)
-        inputs, back = _on(device, x, grad)
-        words = "product, scales coded" if double else "product"
-        compare(words, multiplied(matrix, inputs, False), right)
-        compare(f"{words}, gradient of x", multiplied(matrix, back, True), grad.double() @ dense.double())
-    width = 2048 if _long(device) > 16 else 64
-    matrix = NF4(nn.Linear(width, width)).to(device.torch_device)
-    many = torch.randn(_long(device, PRODUCT_ROWS), width, device=device.torch_device).to(dtype)
-    tell_time(device, lambda: (multiplied(matrix, many, False), multiplied(matrix, many, True)))
+    for base, (outputs, width), count in itertools.product(bases, ((72, 200), (33, 1100)), (1, triton.GEMV_ROWS)):
+        matrix, x = frozen(nn.Linear(width, outputs), base), torch.randn(count, width).to(dtype)
+        case = f"{count} × {base} of {outputs} × {width}"
+        say(trying=case)
+        assert matrix.bias is not None
+        right = x.double() @ matrix.dense(torch.float32).double().t() + matrix.bias.double()
+        compare(case, multiplied(matrix.to(device.torch_device), *_on(device, x)), right)
+    width = 4096 if _long(device) > 16 else 64
+    matrix = frozen(nn.Linear(width, width, device=device.torch_device), bases[0])
+    many = torch.randn(triton.GEMV_ROWS, width, device=device.torch_device).to(dtype)
+    tell_time(device, lambda: (multiplied(matrix, many[:1]), multiplied(matrix, many)))
 
 
 def _on(device: Device, *tensors: Tensor) -> list[Tensor]:
@@ -281,11 +276,15 @@ TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
     "cross-entropy-triton": lambda device: triton_cross_entropy(device, _fused_loss),
     "rotary-triton": lambda device: rotary(device, _ours, False),
     "rotary-norm-triton": lambda device: rotary(device, _ours, True),
-    "nf4-triton": lambda device: nf4(device, _tiled),
+    "gemv-int8-triton": lambda device: gemv(device, ("int8",), _few),
+    "gemv-int4-triton": lambda device: gemv(device, ("int4",), _few),
+    "gemv-nf4-triton": lambda device: gemv(device, ("nf4", "nf4_double"), _few),
     "cross-entropy-torch": lambda device: triton_cross_entropy(device, _plain_loss),
     "rotary-torch": lambda device: rotary(device, _torchs, False),
     "rotary-norm-torch": lambda device: rotary(device, _torchs, True),
-    "nf4-torch": lambda device: nf4(device, _dense),
+    "gemv-int8-torch": lambda device: gemv(device, ("int8",), _dense),
+    "gemv-int4-torch": lambda device: gemv(device, ("int4",), _dense),
+    "gemv-nf4-torch": lambda device: gemv(device, ("nf4", "nf4_double"), _dense),
     kernel_trials.FLEX: flex_attention,
 }
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
@@ -39,7 +39,7 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     arguments: Mapping[str, Tensor | int | float]
-    constants: Mapping[str, int | bool]
+    constants: Mapping[str, int | bool | str]
     warps: int
     stages: int
 
@@ -308,41 +308,60 @@ def cross_entropy_(
     return z, reached
 
 
-def nf4_product(
-    x: Float[Tensor, "M inputs"],
-    codes: UInt8[Tensor, "R bytes"],
+GEMV_ROWS = 16
+"""Of x at most, which matrix units take at once."""
+GROUP_BYTES = {"int8": 32, "int4": 16, "nf4": 32}
+"""Bytes of codes that share a scale; those of int8 share that of the row."""
+TILE_BYTES, WIDE_TILE_BYTES = 4096, 64
+"""Of codes that a program reads at once for one row of x; of a row of W, for more rows in bfloat16."""
+PROGRAMS = 512
+"""That are enough for every GPU. Few outputs are shared out further along the width."""
+
+
+def gemv(
+    x: Float[Tensor, "M D"],
+    codes: Tensor,
     scales: Tensor,
-    numbers: Float[Tensor, "16"],
-    shape: tuple[int, int],
+    layout: str,
     *,
-    coarse: Tensor | None = None,
-    bias: Tensor | None = None,
-    back: bool = False,
-) -> Float[Tensor, "M outputs"]:
+    numbers: Float[Tensor, "16"] | None = None,
+    coarse: Float[Tensor, " scales"] | None = None,
+    bias: Float[Tensor, " R"] | None = None,
+) -> Float[Tensor, "M R"]:
     """
-    x Wᵀ + bias for a matrix W of that shape (R, D) in the layout of quantize.NF4. W is made tile by tile and never
-    whole. With `back` it is x W, for gradients. `coarse` is there where scales are codes themselves.
+    x Wᵀ + bias for at most GEMV_ROWS rows and a matrix W in the layout of quantize.Int8, Int4 or NF4, whose 16
+    `numbers` are given. `coarse` is there where scales are codes themselves. Sums are in a fixed order.
     """
-    R, D = shape
-    outputs, inputs = (D, R) if back else (R, D)
-    x = x.contiguous()
-    y = x.new_empty(len(x), outputs)
-    full = x.dtype == torch.float32  # which has no matrix units on most of these chips, and takes more registers
-    block_rows, block_out = 16 if len(x) <= 16 else 32 if full else 64, 32 if full else 64
-    if not y.numel():
-        return y
-    launch(
-        Launch(
-            kernel="nf4_product",
-            grid=(-(-len(x) // block_rows), -(-outputs // block_out)),
-            arguments={"x_at": x, "codes_at": codes, "scales_at": scales, "numbers_at": numbers, "y_at": y}
-            | {"coarse_at": numbers if coarse is None else coarse, "bias_at": x if bias is None else bias}
-            | {"rows": len(x), "outputs": outputs, "inputs": inputs, "code_bytes": codes.shape[1]}
-            | {"blocks": scales.shape[1], "coarse_last": 0 if coarse is None else len(coarse) - 1},
-            constants={"back": back, "double": coarse is not None, "biased": bias is not None}
-            | {"block_rows": block_rows, "block_out": block_out, "block_in": 32},
-            warps=8 if block_rows == 64 else 4,
-            stages=2,
+    x, codes = x.contiguous(), codes.flatten(1)
+    (M, D), R, size = x.shape, len(codes), GROUP_BYTES[layout]
+    groups = -(-codes.shape[1] // size)
+    if M == 1:
+        block_out = 1 << max(0, min(4, R // PROGRAMS).bit_length() - 1)
+        block_groups, parts = min(_power(groups), TILE_BYTES // (block_out * size)), 1
+    else:
+        block_out, block_groups = 32, (32 if x.dtype == torch.float32 else WIDE_TILE_BYTES) // size
+        parts = min(-(-groups // (2 * block_groups)), max(1, 2 * PROGRAMS * block_out // R))
+    share = -(-groups // (parts * block_groups)) * block_groups
+    parts = -(-groups // share)
+    y = x.new_empty(parts, M, R, dtype=torch.float32 if parts > 1 else x.dtype)
+    if y.numel():
+        launch(
+            Launch(
+                kernel="gemv",
+                grid=(-(-R // block_out), parts),
+                arguments={"x_at": x, "codes_at": codes, "scales_at": scales, "y_at": y}
+                | {"coarse_at": x if coarse is None else coarse, "numbers_at": x if numbers is None else numbers}
+                | {"bias_at": x if bias is None else bias, "rows": M, "outputs": R, "inputs": D}
+                | {"code_bytes": codes.shape[1], "groups": groups, "share_groups": share}
+                | {"coarse_last": 0 if coarse is None else len(coarse) - 1},
+                constants={"layout": layout, "double": coarse is not None}
+                | {"biased": bias is not None and parts == 1, "block_rows": 1 if M == 1 else GEMV_ROWS}
+                | {"block_out": block_out, "block_groups": block_groups, "group_bytes": size},
+                warps=4,
+                stages=2,
+            )
         )
-    )
-    return y
+    if parts == 1:
+        return y[0]
+    total = y.sum(0)
+    return (total if bias is None else total + bias).to(x.dtype)

@@ -230,7 +230,7 @@ def entropy(
 
 
 @triton.jit
-def nf4_product(
+def gemv(
     x_at,
     codes_at,
     scales_at,
@@ -242,47 +242,92 @@ def nf4_product(
     outputs,
     inputs,
     code_bytes,
-    blocks,
+    groups,
+    share_groups,
     coarse_last,
-    back: tl.constexpr,
+    layout: tl.constexpr,
     double: tl.constexpr,
     biased: tl.constexpr,
     block_rows: tl.constexpr,
     block_out: tl.constexpr,
-    block_in: tl.constexpr,
+    block_groups: tl.constexpr,
+    group_bytes: tl.constexpr,
 ):
     """
-    A tile of y = x Wᵀ + bias, or of dx = dy W on the way back; W has two codes a byte, and a scale for 64 of a row.
+    Some outputs of y = x Wᵀ + bias, for few rows of x and a W in codes: the sum over a share of the groups of W's rows.
 
-    outputs and inputs are those of this matmul; coarse_last is where the mean of all scales lies. A tile is at most 64
-    wide along the rows of W and begins at a multiple of its width, so that each of its rows has one scale.
+    A thread reads bytes that lie side by side, and decodes them in registers. With one row it multiplies and adds them
+    itself, in float32. More rows go through matrix units, as a block of 16. A byte of int4 and NF4 has two codes.
+    coarse_last is where the mean of all scales lies.
     """
-    row, out = tl.arange(0, block_rows)[:, None], tl.arange(0, block_out)[None, :]
-    first_row, first_out = tl.program_id(0).to(tl.int64) * block_rows, tl.program_id(1) * block_out
-    x_at, y_at = x_at + first_row * inputs, y_at + first_row * outputs + first_out
-    here, there = row < rows - first_row, out < outputs - first_out
-    line_bytes, line_blocks = tl.cast(code_bytes, tl.int64), tl.cast(blocks, tl.int64)  # a whole 1 has no .to
-    total = tl.zeros([block_rows, block_out], tl.float32)
-    for start in range(0, inputs, block_in):
-        across, down = tl.arange(0, block_in)[None, :], tl.arange(0, block_in)[:, None]
-        x = tl.load(x_at + row * inputs + start + across, mask=here & (across < inputs - start), other=0.0)
-        if back:
-            first_line, first_column, line, column = start, first_out, down, out
-            lines = down < inputs - start
+    first_out, part = tl.program_id(0) * block_out, tl.program_id(1)
+    out = tl.arange(0, block_out)[:, None, None]
+    group = tl.arange(0, block_groups)[None, :, None]
+    byte = tl.arange(0, group_bytes)[None, None, :]
+    there = out < outputs - first_out
+    line = first_out.to(tl.int64)
+    codes_at += line * tl.cast(code_bytes, tl.int64)  # a whole 1 has no .to
+    first_scale = line * tl.cast(groups, tl.int64)
+    row = tl.arange(0, block_rows)[:, None]
+    flat = tl.arange(0, block_groups * group_bytes)[None, :]
+    if block_rows == 1:
+        total = tl.zeros([block_out, block_groups, group_bytes], tl.float32)
+    else:
+        total = tl.zeros([block_rows, block_out], tl.float32)
+    begin = part * share_groups
+    for start in range(begin, tl.minimum(begin + share_groups, groups), block_groups):
+        known = there & (group < groups - start)
+        place = (start + group) * group_bytes + byte
+        inside = known
+        if layout == "int8":
+            inside = known & (place < inputs)
+        code = tl.load(codes_at + out * code_bytes + place, mask=inside, other=0).to(tl.int32)
+        if layout == "int8":
+            low, high = code.to(tl.float32), code.to(tl.float32)
+        elif layout == "int4":
+            at = scales_at + 2 * (first_scale + out * groups + start + group)
+            factor = tl.load(at, mask=known, other=0.0).to(tl.float32)
+            offset = tl.load(at + 1, mask=known, other=0.0).to(tl.float32)
+            low, high = (code & 15).to(tl.float32) * factor + offset, (code >> 4).to(tl.float32) * factor + offset
         else:
-            first_line, first_column, line, column = first_out, start, out, down
-            lines = there
-        inside = there & (down < inputs - start)
-        bytes_at = codes_at + first_line * line_bytes + first_column // 2
-        byte = tl.load(bytes_at + line * code_bytes + column // 2, mask=inside, other=0).to(tl.int32)
-        number = tl.load(numbers_at + ((byte >> (4 - 4 * (column % 2))) & 15))
-        first_scale = first_line * line_blocks + first_column // 64
-        scale = tl.load(scales_at + first_scale + line * blocks, mask=lines, other=0.0).to(tl.float32)
-        if double:
-            coarse = tl.load(coarse_at + (first_scale + line * blocks) // 256, mask=lines, other=0.0)
-            scale = scale * coarse + tl.load(coarse_at + coarse_last)
-        weight = tl.where(inside, number * scale, 0.0).to(x.dtype)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+            at = first_scale + out * groups + start + group
+            scale = tl.load(scales_at + at, mask=known, other=0.0).to(tl.float32)
+            if double:
+                coarse = tl.load(coarse_at + at // 256, mask=known, other=0.0)
+                scale = scale * coarse + tl.load(coarse_at + coarse_last)
+            low, high = tl.load(numbers_at + (code >> 4)) * scale, tl.load(numbers_at + (code & 15)) * scale
+        if block_rows == 1:
+            near, far = columns(place, layout)
+            total += low * tl.load(x_at + near, mask=near < inputs, other=0.0).to(tl.float32)
+            if layout != "int8":
+                total += high * tl.load(x_at + far, mask=far < inputs, other=0.0).to(tl.float32)
+        else:
+            near, far = columns(start * group_bytes + flat, layout)
+            x = tl.load(x_at + row * inputs + near, mask=(row < rows) & (near < inputs), other=0.0)
+            weight = tl.reshape(low.to(x.dtype), [block_out, block_groups * group_bytes])
+            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+            if layout != "int8":
+                x = tl.load(x_at + row * inputs + far, mask=(row < rows) & (far < inputs), other=0.0)
+                weight = tl.reshape(high.to(x.dtype), [block_out, block_groups * group_bytes])
+                total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    if block_rows == 1:
+        total = tl.sum(tl.sum(total, axis=2), axis=1)[None, :]
+    out = first_out + tl.arange(0, block_out)[None, :]
+    if layout == "int8":
+        total *= tl.load(scales_at + out, mask=out < outputs, other=0.0).to(tl.float32)
     if biased:
-        total += tl.load(bias_at + first_out + out, mask=there, other=0.0).to(tl.float32)
-    tl.store(y_at + row * outputs + out, total.to(y_at.dtype.element_ty), mask=here & there)
+        total += tl.load(bias_at + out, mask=out < outputs, other=0.0).to(tl.float32)
+    at = y_at + (part * rows + row) * outputs + out
+    tl.store(at, total.to(y_at.dtype.element_ty), mask=(row < rows) & (out < outputs))
+
+
+@triton.jit
+def columns(place, layout: tl.constexpr):
+    """Of the first and the second weight of a byte."""
+    if layout == "int8":
+        return place, place
+    elif layout == "int4":
+        near = place // 16 * 32 + place % 16
+        return near, near + 16
+    else:
+        return 2 * place, 2 * place + 1
