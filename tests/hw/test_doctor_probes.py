@@ -47,11 +47,11 @@ def test_a_device_that_hangs_at_once_is_asked_nothing_more(tmp_path: Path) -> No
 def test_without_fused_attention_it_is_told_what_that_costs(tmp_path: Path, flex: bool) -> None:
     """Long rows go to the kernel that torch compiles for a mask, where it passed."""
     absent = told(DEVICE, {"absent": "No available kernel"})
-    names = ["attention_flash", "attention_efficient", *([] if flex else ["attention_flex"])]
+    names = ["attention_flash", "attention_efficient", "attention_varlen", *([] if flex else ["attention_flex"])]
     found = findings(tmp_path, **dict.fromkeys(names, absent))  # type: ignore[arg-type]
     assert ("attention" in found) is not flex
     assert flex or (found["attention"].status, "square" in found["attention"].value) == ("warn", True)
-    assert ("masks of long rows by flex" in found["choice"].value) is flex
+    assert ("several documents in a row by flex" in found["choice"].value) is flex
 
 
 def test_attention_of_amd_is_tried_with_the_switch_that_opens_it_and_runs_set_it(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_attention_of_amd_is_tried_with_the_switch_that_opens_it_and_runs_set_it
     found = examined(answering(host, reply))["aotriton"]
     assert (found.status, found.value) == ("ok", f"fused attention passed with {SWITCH}=1, which runs set")
     opened = {command[-1] for command in asked if f"{SWITCH}=1" in command}
-    assert opened == {"attention-flash", "attention-efficient"}
+    assert opened == {"attention-flash", "attention-efficient", "attention-varlen"}
 
 
 def test_a_user_who_shut_fused_attention_is_told_what_it_costs(tmp_path: Path) -> None:

@@ -161,6 +161,29 @@ def test_attention_without_a_fused_kernel_is_warned_of_with_a_fix(
     assert kernel_trials.may_attend("flex") is flex
 
 
+@pytest.mark.parametrize(
+    ("varlen", "flex", "taken"),
+    [
+        (1.0, 2.0, {"varlen", "flex"}),
+        (2.0, 1.0, {"flex"}),
+        (1.0, None, {"varlen"}),
+        (None, 1.0, {"flex"}),
+        (None, None, set()),
+    ],
+)
+def test_several_documents_in_a_row_are_left_to_the_faster_that_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, varlen: float | None, flex: float | None, taken: set[str]
+) -> None:
+    """Flash attention does not know windows and ALiBi, for which the other stays."""
+    Choosing(monkeypatch)
+    tried = [
+        TrialResult(kernel=name, status="passed" if took else "failed", why="", milliseconds=took)
+        for name, took in ((kernel_trials.VARLEN, varlen), (kernel_trials.FLEX, flex))
+    ]
+    kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=1.0, math=9.0), *tried]))
+    assert {name for name in ("varlen", "flex") if kernel_trials.may_attend(name)} == taken
+
+
 def test_the_switch_of_amd_is_set_where_attention_passed_with_it(tmp_path: Path) -> None:
     kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=None, efficient=None, math=9.0)))
     assert kernel_trials.EXPERIMENTAL not in os.environ

@@ -1,8 +1,10 @@
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,8 @@ from bloomery.model.attention import (
     fused_attention,
     processor_attention,
     sdpa_attention,
+    segment_attention,
+    segment_bounds,
     softmax_attention,
 )
 from bloomery.model.kernels import cpu
@@ -329,6 +333,93 @@ def test_repeated_key_heads_and_a_mask_as_a_bias_are_the_formula(seed: int) -> N
     bias = attention._full_bias(mask, q.dtype)
     y = torch.nn.functional.scaled_dot_product_attention(q, *attention._ungrouped(q, k, v), attn_mask=bias)
     assert torch.allclose(y, softmax_attention(q, k, v, mask), atol=2e-6)
+
+
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 300))
+def test_bounds_are_where_the_segments_of_all_rows_begin(seed: int, num_rows: int, length: int) -> None:
+    generator, B, T = np.random.default_rng(seed), num_rows, length
+    segments = np.cumsum(generator.random((B, T)) < generator.random(), axis=1) + generator.integers(0, 3)
+    bounds = segment_bounds(segments)
+    assert bounds is not None
+    assert bounds.dtype == np.int32
+    assert (bounds[0], bounds[-1]) == (0, B * T)
+    size = len(bounds) - 1
+    assert size & (size - 1) == 0
+    flat, rows = segments.reshape(-1), np.repeat(np.arange(B), T)
+    parts = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+    assert sum(len(flat[part]) for part in parts) == B * T
+    for part in parts:
+        assert len({*zip(rows[part], flat[part], strict=True)}) == 1, "a part is of one segment of one row"
+    assert len(parts) == len({*zip(rows, flat, strict=True)}), "and all of it"
+    assert segment_bounds(segments[:, ::-1].copy()) is None or (segments == segments[:, :1]).all()
+
+
+def several(num_rows: int, length: int, device: torch.device) -> AttentionMask:
+    """Rows of up to four segments."""
+    segments = np.sort(np.random.default_rng(5).integers(0, 4, (num_rows, length)), axis=1)
+    bounds = segment_bounds(segments)
+    assert bounds is not None
+    there, ends = (torch.from_numpy(one).to(device) for one in (segments, bounds))
+    return AttentionMask(num_queries=length, num_keys=length, device=device, segments=there, bounds=ends)
+
+
+def looped(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor, *_: Any) -> tuple[Tensor]:
+    """What torch's flash attention computes, one segment after another."""
+    assert starts is ends
+    found = []
+    for begin, end in itertools.pairwise(starts.tolist()):
+        mask = AttentionMask(num_queries=end - begin, num_keys=end - begin, device=CPU)
+        a, b, c = (one[begin:end].transpose(0, 1)[None] for one in (q, k, v))
+        found.append(softmax_attention(a, b, c, mask)[0].transpose(0, 1))
+    return (torch.cat(found),)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_segments_one_after_another_are_the_formula_with_its_gradients(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    B, T, E = 3, 40, 8
+    H, K = heads
+    inputs = drawn(B, H, T, E, seed=1), drawn(B, K, T, E, seed=2), drawn(B, K, T, E, seed=3)
+    mask = several(B, T, CPU)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", looped)
+    ways = [gradients(way, inputs, mask) for way in (segment_attention, softmax_attention)]
+    for ours, theirs in zip(*ways, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_flash_attention_takes_plain_segments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, half = torch.device("cuda"), torch.bfloat16
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    plain = AttentionMask(num_queries=8, num_keys=8, device=CPU, segments=torch.zeros(1, 8).long(), bounds=bounds)
+
+    def takes(mask: AttentionMask, dtype: torch.dtype = half, widths: tuple[int, int] = (64, 64)) -> bool:
+        return attention._takes_segments(replace(mask, _made={}), gpu, dtype, *widths)
+
+    assert takes(plain)
+    assert not takes(plain, torch.float32)
+    assert not takes(plain, widths=(64, 128))
+    assert not takes(plain, widths=(60, 60))
+    for other in ({"window": 4}, {"slopes": torch.ones(2)}, {"allowed": torch.ones(1, 8, 8).bool()}, {"bounds": None}):
+        assert not takes(replace(plain, **other))
+    assert not attention._takes_segments(replace(plain, _made={}), CPU, half, 64, 64)
+    monkeypatch.setattr(kernel_trials, "_WITHOUT", {"varlen"})
+    assert not takes(plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(12, 12), (20, 4)])
+def test_on_a_gpu_flash_attention_over_segments_is_the_formula(heads: tuple[int, int]) -> None:
+    place = devices.find().torch_device
+    B, T, E = 2, 300, 64
+    q, k, v = (
+        drawn(B, count, T, E, seed=seed).to(place, torch.bfloat16)
+        for seed, count in enumerate((heads[0], heads[1], heads[1]))
+    )
+    mask = several(B, T, place)
+    exact = gradients(softmax_attention, (q.float(), k.float(), v.float()), mask)
+    for ours, theirs in zip(gradients(segment_attention, (q, k, v), mask), exact, strict=True):
+        assert float((ours.float() - theirs).norm() / theirs.norm()) < 0.02
 
 
 @pytest.mark.gpu

@@ -125,8 +125,8 @@ def state(device: Device) -> str:
             "math": switches.math_sdp_enabled(),
         }
         order = [name for name in _order_now() if enabled[name]]
-        flex = ["flex"] if kernel_trials.may_attend("flex") else []
-        words.append(f"attention: {', '.join([*order, *flex])}")
+        others = [name for name in ("varlen", "flex") if kernel_trials.may_attend(name)]
+        words.append(f"attention: {', '.join([*order, *others])}")
         words.extend(f"{kind} by {name}" for kind, name in _ATTENTION.items())
         words.append(f"matmuls: {torch.backends.cuda.preferred_blas_library()}")
         if torch.are_deterministic_algorithms_enabled():
@@ -142,9 +142,11 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     told; it is switched off where another implementation is faster.
     """
     order, switches = kernel_trials.attention_order(outcomes), _switches()
-    flex = any(one.name == kernel_trials.FLEX and one.status == "passed" for one in outcomes)
-    known_here = {one.implementation for one in outcomes if one.kernel == "attention"} | {"flex"}
-    left = known_here - {*order, *(["flex"] if flex else [])}
+    documents = kernel_trials.documents_by(outcomes)
+    known_here = {one.implementation for one in outcomes if one.kernel == "attention"} | {"flex", "varlen"}
+    # Where flex is faster, the other is left alone; where flash attention is, flex still has windows and ALiBi.
+    taken = documents if documents[:1] == ["varlen"] else documents[:1]
+    left = known_here - {*order, *taken}
     kernel_trials.leave_attention(left)
     if kernel_trials.needs_experimental(device.vendor, outcomes):
         os.environ.setdefault(kernel_trials.EXPERIMENTAL, "1")  # AOTriton reads it in the first call of attention

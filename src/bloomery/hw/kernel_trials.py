@@ -74,6 +74,8 @@ TrialStatus = Literal["passed", "failed", "absent"]
 FUSED = "bloomery.model.kernels.trials"
 FLEX = "attention-flex"
 """The trial of the attention that torch compiles for a mask: long packed sequences, windows, ALiBi."""
+VARLEN = "attention-varlen"
+"""The trial of torch's flash attention over documents that lie one after another, which competes with the former."""
 FUSED_ATTENTION = ("flash", "efficient", "cudnn")
 """Implementations of attention that keep no number for each pair of tokens."""
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
@@ -154,6 +156,7 @@ def trials(vendor: str) -> list[KernelTrial]:
         )
         for kind in kinds
     ]
+    varlen = KernelTrial(kernel=VARLEN, env=attention[0].env)
     flex = KernelTrial(kernel=FLEX, limit_seconds=COMPILE_LIMIT_SECONDS)
     kernels = ("cross-entropy", "rotary", "rotary-norm", "gemv-int8", "gemv-int4", "gemv-nf4")
     of_torch = [KernelTrial(kernel=kernel, implementation="torch") for kernel in kernels]
@@ -161,7 +164,7 @@ def trials(vendor: str) -> list[KernelTrial]:
         KernelTrial(kernel=kernel, implementation=OWN, limit_seconds=COMPILE_LIMIT_SECONDS)
         for kernel in ("rms-norm", *kernels)
     ]
-    rest = [*products, *attention, norm, *of_torch, training, flex, *ours, block]
+    rest = [*products, *attention[:-1], varlen, attention[-1], norm, *of_torch, training, flex, *ours, block]
     return [launch, *(replace(trial, module=FUSED) for trial in rest)]
 
 
@@ -266,7 +269,7 @@ WITHOUT_EFFECT = re.compile(
 VISIBLE = re.compile(r"\w+_VISIBLE_DEVICES")
 NATIVE = "native"
 """The implementation by the compiled library."""
-REPLACEABLE = ("block", FLEX)
+REPLACEABLE = ("block", FLEX, VARLEN)
 """Kernels that only have implementations which a run can do without."""
 
 
@@ -427,6 +430,13 @@ def attention_order(outcomes: Sequence[TrialResult]) -> list[str]:
     return [*sorted(fused, key=lambda name: passed[name]), *(["math"] if "math" in passed else [])]
 
 
+def documents_by(outcomes: Sequence[TrialResult]) -> list[str]:
+    """What may compute rows of several documents: "varlen" and "flex" as far as they passed, the faster first."""
+    named = {VARLEN: "varlen", FLEX: "flex"}
+    passed = [one for one in outcomes if one.name in named and one.status == "passed"]
+    return [named[one.name] for one in sorted(passed, key=lambda one: one.milliseconds or math.inf)]
+
+
 def needs_experimental(vendor: str, outcomes: Sequence[TrialResult]) -> bool:
     """Whether fused attention passed on an AMD GPU, where trials ran with the switch of AOTriton."""
     return vendor == "amd" and any(name in FUSED_ATTENTION for name in attention_order(outcomes))
@@ -458,8 +468,9 @@ def summary(outcomes: Sequence[TrialResult]) -> str:
     selected = choose(outcomes)
     words = [f"{kernel} by {one.implementation}" for kernel, one in selected.items() if one.implementation]
     words = [word for word in words if not word.startswith(REPLACEABLE)]
-    if FLEX in selected:
-        words.append("masks of long rows by flex")
+    documents = documents_by(outcomes)
+    if documents:
+        words.append(f"several documents in a row by {documents[0]}")
     return ", ".join(words) or "those of torch"
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
@@ -56,6 +58,8 @@ class AttentionMask:
     """Of ALiBi: how much a score falls with each token of distance."""
     positions: Int[Tensor, "B T"] | None = None
     """Of the queries among the keys, where rows differ. None: the queries are the last of the keys."""
+    bounds: Int[Tensor, " N"] | None = None
+    """Where the segments of all rows, one row after another, begin and the last ends: see `segment_bounds`."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -135,6 +139,27 @@ class AttentionMask:
     def _bias(self, dtype: torch.dtype) -> Tensor:
         mask = self.mask()[:, None]
         return torch.zeros(mask.shape, device=self.device, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+TOKENS_OF_A_BOUND = 128
+"""Bounds are as many as if segments had this length, or 2ⁿ times as many: compiled code takes few sizes."""
+
+
+def segment_bounds(segments: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    """
+    Where the segments of rows (B, T) begin, one row after another, and the end of all: 2ⁿ + 1 bounds in int32, of which
+    the last repeats. So a segment without a token follows here and there. None where segments of a row do not rise, for
+    then one may lie in two places.
+    """
+    if (segments[:, 1:] < segments[:, :-1]).any():
+        return None
+    begins = np.ones(segments.shape, dtype=bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = np.flatnonzero(begins)
+    count = max(len(starts), -(-segments.size // TOKENS_OF_A_BOUND))
+    bounds = np.full((1 << (count - 1).bit_length()) + 1, segments.size, dtype=np.int32)
+    bounds[: len(starts)] = starts
+    return bounds
 
 
 CHUNK_QUERIES = 128
@@ -233,9 +258,38 @@ def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Atte
         if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)
         return processor_attention(q, k, v, mask)
+    if _takes_segments(mask, q.device, q.dtype, q.shape[3], v.shape[3]):
+        return segment_attention(q, k, v, mask)
     if _takes_flex(mask, q.device, q.dtype, q.shape[3], v.shape[3]):
         return flexible_attention(q, k, v, mask, flex_attention if torch.compiler.is_compiling() else compiled_flex())
     return sdpa_attention(q, k, v, mask)
+
+
+def segment_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
+    """
+    Torch's flash attention over segments of any length, which lie one after another (Dao 2023,
+    https://arxiv.org/abs/2307.08691). It reads grouped key heads as they are, and takes half formats on GPUs.
+    """
+    B, H, T, E = q.shape
+    assert mask.bounds is not None
+    rows = [one.to(q.dtype).transpose(1, 2).reshape(B * T, one.shape[1], E) for one in (q, k, v)]
+    flash = torch.ops.aten._flash_attention_forward
+    y: Tensor = flash(*rows, mask.bounds, mask.bounds, T, T, 0.0, True, False)[0]
+    return y.view(B, T, H, E).transpose(1, 2)
+
+
+def _takes_segments(
+    mask: AttentionMask, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int
+) -> bool:
+    """Whether `segment_attention` computes this. Its own limits are that of grouped rows, and whole 16 bytes."""
+
+    def decide() -> bool:
+        if mask.bounds is None or mask.allowed is not None or mask.slopes is not None or mask.is_windowed:
+            return False
+        fits = dtype in HALF and head_width == value_width <= WIDEST_HEAD["flash"] and head_width % 8 == 0
+        return fits and devices.is_gpu(device) and kernel_trials.may_attend("varlen")
+
+    return mask.cached(("segments", dtype, head_width, value_width), decide)
 
 
 def _takes_flex(
@@ -551,6 +605,8 @@ class Attention(nn.Module):
                 mask.bias(dtype)
                 if mask.slopes is not None:
                     mask.distance(dtype)
+        elif _takes_segments(mask, x.device, dtype, self.head_dim, self.value_width):
+            pass
         elif _takes_flex(mask, x.device, dtype, self.head_dim, self.value_width):
             _blocks(mask)
         elif devices.is_gpu(x.device) and not (mask.is_causal and T in (1, S)):

@@ -117,14 +117,16 @@ class Transformer(nn.Module):
         *,
         positions: Int[Tensor, "#B T"] | None = None,
         segments: Int[Tensor, "#B T"] | None = None,
+        bounds: Int[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "B T D"]:
         """
         The normed residual stream after the last block; `logits` computes the logits from it.
 
         Tokens attend only to themselves and earlier tokens of the same segment. By default positions count from 0 in
-        each row, and a row is one segment, which is faster.
+        each row, and a row is one segment, which is faster. `bounds` are those of the segments, for GPUs: see
+        `attention.segment_bounds`.
         """
-        return self._run(ids, positions, segments, None, None)
+        return self._run(ids, positions, segments, None, None, bounds)
 
     def extend(
         self,
@@ -164,13 +166,25 @@ class Transformer(nn.Module):
         return torch.autocast(device.type, dtype=dtype)
 
     def _run(
-        self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         with self._computing(ids.device):
-            return self._computed(ids, positions, segments, mask, cache)
+            return self._computed(ids, positions, segments, mask, cache, bounds)
 
     def _computed(
-        self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+        bounds: Tensor | None,
     ) -> Tensor:
         config, x, before = self.config, self.embed(ids), cache.length if cache else 0
         if positions is None:
@@ -186,7 +200,7 @@ class Transformer(nn.Module):
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
             if (window, kind) not in masks:
-                masks[window, kind] = self._attention_mask(kind, window, ids, cache, segments, mask)
+                masks[window, kind] = self._attention_mask(kind, window, ids, cache, segments, mask, bounds)
             local = config.rope_local_theta is not None and window != "full"
             if config.rotates(number) and local not in ropes:
                 ropes[local] = self._rotation(positions, computed_in(x), local, cache)
@@ -214,6 +228,7 @@ class Transformer(nn.Module):
         cache: Cache | None,
         segments: Tensor | None,
         mask: Tensor | None,
+        bounds: Tensor | None,
     ) -> AttentionMask:
         slopes: Tensor | None = None
         if self.config.position_embedding == "alibi":
@@ -228,6 +243,7 @@ class Transformer(nn.Module):
             allowed=mask,
             slopes=slopes,
             positions=cache.positions if cache else None,
+            bounds=bounds,
         )
 
     def _slopes(self, kind: AttentionKind, device: torch.device) -> Tensor:

@@ -351,7 +351,8 @@ class _Kinds:
     refused: set[Hashable] = field(default_factory=set)
 
     def takes(self, x: Tensor, mask: AttentionMask, cache: Any) -> bool:
-        kind = (tuple(x.shape), mask.segments is None, mask.allowed is None, cache is None)
+        bounds = None if mask.bounds is None else len(mask.bounds)
+        kind = (tuple(x.shape), mask.segments is None, bounds, mask.allowed is None, cache is None)
         if not self.tried:
             self.seen.add(kind)
         elif kind not in self.seen | self.refused:

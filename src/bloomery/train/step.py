@@ -24,6 +24,7 @@ from bloomery.core.log import info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
+from bloomery.model.attention import segment_bounds
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
@@ -273,11 +274,14 @@ def placed(batch: Batch, device: torch.device) -> "Placed":
     """A micro-batch on a device. What depends on its numbers is found out here, without asking the device."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())
     arrays = [batch.ids, batch.positions] if whole else [batch.ids, batch.positions, batch.segments]
+    bounds = None if whole or not devices.is_gpu(device) else segment_bounds(batch.segments)
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
-    numbers = [*map(torch.from_numpy, arrays), supervised, flat[supervised]]
-    ids, positions, *segments, supervised, targets = devices.staged(numbers, device)
-    return Placed(ids, positions, segments[0] if segments else None, supervised, targets)
+    last = [] if bounds is None else [torch.from_numpy(bounds)]
+    numbers = [supervised, flat[supervised], *map(torch.from_numpy, arrays), *last]
+    supervised, targets, ids, positions, *rest = devices.staged(numbers, device)
+    segments = None if whole else rest[0]
+    return Placed(ids, positions, segments, supervised, targets, None if bounds is None else rest[1].int())
 
 
 class Placed(NamedTuple):
@@ -290,6 +294,8 @@ class Placed(NamedTuple):
     """Places of the tokens whose targets count."""
     targets: Tensor
     """Of those."""
+    bounds: Tensor | None = None
+    """Of segments, where a GPU computes: see `attention.segment_bounds`."""
 
 
 def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[float]:
@@ -310,7 +316,8 @@ def placed_losses(
 ) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
     with precision.autocast():
-        hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
+        tokens = {"positions": batch.positions, "segments": batch.segments, "bounds": batch.bounds}
+        hidden = model(batch.ids, **tokens).flatten(0, 1)
     chosen = hidden if len(batch.supervised) == len(hidden) else _rows(hidden, batch.supervised)
     return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
 

@@ -21,7 +21,15 @@ from bloomery.hw import kernel_trials, probes
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
-from bloomery.model.attention import AttentionMask, compiled_flex, flexible_attention, softmax_attention
+from bloomery.model.attention import (
+    HALF,
+    AttentionMask,
+    compiled_flex,
+    flexible_attention,
+    segment_attention,
+    segment_bounds,
+    softmax_attention,
+)
 from bloomery.model.config import Base
 from bloomery.model.kernels import cpu, reference, triton
 from bloomery.model.kernels.cpu import causal_attention
@@ -241,6 +249,18 @@ def flex_attention(device: Device) -> None:
     if not devices.compiles_kernels(device.torch_device):
         say(absent="Triton is not installed")
         return
+    documents(device, lambda q, k, v, mask: flexible_attention(q, k, v, mask, compiled_flex()))
+
+
+def varlen_attention(device: Device) -> None:
+    """The same by torch's flash attention for documents of any length."""
+    if device.compute_dtype not in HALF:
+        say(absent=f"not for {device.compute_dtype}")
+        return
+    documents(device, segment_attention)
+
+
+def documents(device: Device, attend: Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]) -> None:
     for heads, kv_heads, width in FLEX_SHAPES:
         q, grad = (torch.randn(1, heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
         k, v = (torch.randn(1, kv_heads, TOKENS, width).to(device.compute_dtype) for _ in range(2))
@@ -248,7 +268,7 @@ def flex_attention(device: Device) -> None:
         here, there = _documents(TOKENS, torch.device("cpu")), _documents(TOKENS, device.torch_device)
 
         def work(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = there) -> Tensor:
-            return flexible_attention(q, k, v, mask, compiled_flex())
+            return attend(q, k, v, mask)
 
         def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = here) -> Tensor:
             return softmax_attention(q, k, v, mask)
@@ -262,13 +282,16 @@ def flex_attention(device: Device) -> None:
     mask = _documents(tokens, device.torch_device)
     tell_time(
         device,
-        lambda: torch.autograd.grad(flexible_attention(q, k, v, mask, compiled_flex()).sum(), (q, k, v)),
+        lambda: torch.autograd.grad(attend(q, k, v, mask).sum(), (q, k, v)),
     )
 
 
 def _documents(tokens: int, device: torch.device) -> AttentionMask:
-    segments = (torch.arange(tokens, device=device) // DOCUMENT_TOKENS)[None]
-    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=segments)
+    segments = (torch.arange(tokens) // DOCUMENT_TOKENS)[None]
+    bounds = segment_bounds(segments.numpy())
+    assert bounds is not None
+    there, ends = (one.to(device) for one in (segments, torch.from_numpy(bounds)))
+    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=there, bounds=ends)
 
 
 TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
@@ -286,6 +309,7 @@ TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
     "gemv-int4-torch": lambda device: gemv(device, ("int4",), _dense),
     "gemv-nf4-torch": lambda device: gemv(device, ("nf4", "nf4_double"), _dense),
     kernel_trials.FLEX: flex_attention,
+    kernel_trials.VARLEN: varlen_attention,
 }
 
 

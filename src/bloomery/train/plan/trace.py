@@ -45,7 +45,7 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
-from bloomery.model.attention import FLEX_TOKENS, AttentionMask
+from bloomery.model.attention import FLEX_TOKENS, AttentionMask, segment_bounds
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer, on_meta
@@ -592,7 +592,9 @@ class _Ready:
         places = torch.arange(step.model.context_length, device=device.torch_device).expand(step.rows, -1)
         segments = places // (step.model.context_length // DOCUMENTS + 1) if step.packed and device.is_gpu else None
         supervised = torch.arange(ids.numel(), device=device.torch_device)
-        self._batch = Placed(ids, places, segments, supervised, ids.flatten())
+        bounds = None if segments is None else segment_bounds(segments.cpu().numpy())
+        ends = None if bounds is None else torch.from_numpy(bounds).to(device.torch_device)
+        self._batch = Placed(ids, places, segments, supervised, ids.flatten(), ends)
 
     def once(self) -> Timed:
         began = self._now()
