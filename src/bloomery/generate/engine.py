@@ -22,6 +22,7 @@ from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
 from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_selection
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
 from bloomery.model.kernels import cpu
@@ -132,6 +133,8 @@ class Engine:
         self.drafter()  # which checks the number
         self._idle: dict[int, StaticStep] = {}
         self._replays = devices.is_gpu(model.embed.weight.device)
+        if self._replays:
+            kernel_selection.trust_tried(devices.find(open=False))
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()

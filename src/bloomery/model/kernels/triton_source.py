@@ -260,7 +260,7 @@ def gemv(
     itself, in float32. More rows go through matrix units, as a block of 16. A byte of int4 and NF4 has two codes.
     coarse_last is where the mean of all scales lies.
     """
-    first_out, part = tl.program_id(0) * block_out, tl.program_id(1)
+    first_out, share = tl.program_id(0) * block_out, tl.program_id(1)
     out = tl.arange(0, block_out)[:, None, None]
     group = tl.arange(0, block_groups)[None, :, None]
     byte = tl.arange(0, group_bytes)[None, None, :]
@@ -274,14 +274,14 @@ def gemv(
         total = tl.zeros([block_out, block_groups, group_bytes], tl.float32)
     else:
         total = tl.zeros([block_rows, block_out], tl.float32)
-    begin = part * share_groups
+    begin = share * share_groups
     for start in range(begin, tl.minimum(begin + share_groups, groups), block_groups):
         known = there & (group < groups - start)
-        place = (start + group) * group_bytes + byte
+        index = (start + group) * group_bytes + byte
         inside = known
         if layout == "int8":
-            inside = known & (place < inputs)
-        code = tl.load(codes_at + out * code_bytes + place, mask=inside, other=0).to(tl.int32)
+            inside = known & (index < inputs)
+        code = tl.load(codes_at + out * code_bytes + index, mask=inside, other=0).to(tl.int32)
         if layout == "int8":
             low, high = code.to(tl.float32), code.to(tl.float32)
         elif layout == "int4":
@@ -297,7 +297,7 @@ def gemv(
                 scale = scale * coarse + tl.load(coarse_at + coarse_last)
             low, high = tl.load(numbers_at + (code >> 4)) * scale, tl.load(numbers_at + (code & 15)) * scale
         if block_rows == 1:
-            near, far = columns(place, layout)
+            near, far = columns(index, layout)
             total += low * tl.load(x_at + near, mask=near < inputs, other=0.0).to(tl.float32)
             if layout != "int8":
                 total += high * tl.load(x_at + far, mask=far < inputs, other=0.0).to(tl.float32)
@@ -317,17 +317,17 @@ def gemv(
         total *= tl.load(scales_at + out, mask=out < outputs, other=0.0).to(tl.float32)
     if biased:
         total += tl.load(bias_at + out, mask=out < outputs, other=0.0).to(tl.float32)
-    at = y_at + (part * rows + row) * outputs + out
+    at = y_at + (share * rows + row) * outputs + out
     tl.store(at, total.to(y_at.dtype.element_ty), mask=(row < rows) & (out < outputs))
 
 
 @triton.jit
-def columns(place, layout: tl.constexpr):
+def columns(index, layout: tl.constexpr):
     """Of the first and the second weight of a byte."""
     if layout == "int8":
-        return place, place
+        return index, index
     elif layout == "int4":
-        near = place // 16 * 32 + place % 16
+        near = index // 16 * 32 + index % 16
         return near, near + 16
     else:
-        return 2 * place, 2 * place + 1
+        return 2 * index, 2 * index + 1
