@@ -358,7 +358,7 @@ def gemv(
                 | {"biased": bias is not None and parts == 1, "block_rows": 1 if M == 1 else GEMV_ROWS}
                 | {"block_out": block_out, "block_groups": block_groups, "group_bytes": size},
                 warps=4,
-                stages=2,
+                stages=1 if layout == "nf4" else 2,  # more would copy each of the 16 numbers apart
             )
         )
     if parts == 1:
