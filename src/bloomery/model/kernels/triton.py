@@ -339,7 +339,10 @@ def gemv(
         block_out = 1 << max(0, min(4, R // PROGRAMS).bit_length() - 1)
         block_groups, parts = min(_power(groups), TILE_BYTES // (block_out * size)), 1
     else:
-        block_out, block_groups = 32, (32 if x.dtype == torch.float32 else WIDE_TILE_BYTES) // size
+        block_out, block_groups = (
+            32,
+            WIDE_TILE_BYTES // (2 if x.dtype == torch.float32 or layout == "nf4" else 1) // size,
+        )
         parts = min(-(-groups // (2 * block_groups)), max(1, 2 * PROGRAMS * block_out // R))
     share = -(-groups // (parts * block_groups)) * block_groups
     parts = -(-groups // share)
