@@ -39,7 +39,7 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     arguments: Mapping[str, Tensor | int | float]
-    constants: Mapping[str, int | bool | str]
+    constants: Mapping[str, int | bool]
     warps: int
     stages: int
 
@@ -354,10 +354,15 @@ def gemv(
                 grid=(-(-R // block_out), parts),
                 arguments={"x_at": x, "codes_at": codes, "scales_at": scales, "y_at": y}
                 | {"coarse_at": x if coarse is None else coarse, "numbers_at": x if numbers is None else numbers}
-                | {"bias_at": x if bias is None else bias, "rows": M, "outputs": R, "inputs": D}
+                | {"bias_at": x if bias is None else bias}
+                | {"rows": M, "outputs": R, "inputs": D}
                 | {"code_bytes": codes.shape[1], "groups": groups, "share_groups": share}
                 | {"coarse_last": 0 if coarse is None else len(coarse) - 1},
-                constants={"layout": layout, "double": coarse is not None}
+                constants={
+                    "bits": 8 if layout == "int8" else 4,
+                    "normal": layout == "nf4",
+                    "double": coarse is not None,
+                }
                 | {"biased": bias is not None and parts == 1, "block_rows": 1 if M == 1 else GEMV_ROWS}
                 | {"block_out": block_out, "block_groups": block_groups, "group_bytes": size},
                 warps=4,
