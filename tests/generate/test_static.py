@@ -27,11 +27,11 @@ HOST = ("item", "_local_scalar_dense", "lift_fresh", "nonzero", "masked_select",
 """Operations that wait for a GPU, or bring numbers of the host."""
 
 
-class Recorded(TorchDispatchMode):
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A CUDA graph of a processor: replays the operations that were captured into the tensors that they gave."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,12 +146,13 @@ def test_any_model_computes_the_logits_of_whole_passes_in_a_static_step(seed: in
 def frozen(base: str, adapters: bool = False) -> Transformer:
     model = lively(CHOICES["Qwen3"])
     if adapters:
-        lora.attach(model, Lora(base_dtype=base, rank=2, dora=base == "int8"), seed=0)  # type: ignore[arg-type]
+        lora.attach(model, Lora(base_dtype=base, rank=2, dora=base == "int8"), seed=0)
         for name, weight in model.named_parameters():
             if name.endswith("lora_b"):
                 weight.data.normal_(generator=torch.Generator().manual_seed(1))
         return model
     for name, linear in list(lora._linears(model)):
+        assert isinstance(linear, torch.nn.Linear)
         lora._put(model, name, quantize.frozen(linear, base))  # type: ignore[arg-type]
     return model
 
@@ -201,7 +202,7 @@ def test_a_step_that_cannot_be_captured_is_computed_as_it_is(
 ) -> None:
     engine = static(lively(SHAPES[0]))
     right = list(engine.stream([3, 4], SamplingConfig.greedy(9), stop_ids=NEVER))
-    plain: Callable[..., Any] = Transformer.logits
+    plain: Callable[..., torch.Tensor] = Transformer.logits
 
     def asks(self: Transformer, hidden: torch.Tensor) -> torch.Tensor:
         assert hidden.sum().item() < 1e9

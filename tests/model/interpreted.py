@@ -32,7 +32,7 @@ SHARE = 0.75
 """Of a loss, by which its grads are multiplied on the way."""
 LAUNCH = triton.launch
 PROGRAMS = 5
-"""That share the rows of grads of weights, so that each has several, and the last fewer."""
+"""That share rows of grads of weights, or outputs of few rows, so that each has several, and the last fewer."""
 
 
 def far(found: Tensor, right: Tensor) -> float:
@@ -132,9 +132,9 @@ def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
 
 
 def products() -> Iterator[tuple[str, float]]:
-    shapes = ((34, 100), (2, 10), (70, 1300), (1030, 40))
     bases: tuple[Any, ...] = ("int8", "int4", "nf4", "nf4_double")
-    for base, (rows, width), count in itertools.product(bases, shapes, (1, 2, 16)):
+    shapes = ((34, 100, 1), (34, 100, 16), (2, 10, 1), (2, 10, 3), (33, 1300, 1), (33, 1300, 3))
+    for base, (rows, width, count) in itertools.product(bases, shapes):
         matrix, x = quantize.frozen(nn.Linear(width, rows), base), torch.randn(count, width)
         dense, bias = matrix.dense(torch.float32).double(), matrix.bias
         assert bias is not None
@@ -220,7 +220,7 @@ def main() -> None:
             spoil(kernel, fault)
             trials.main(name, processor)
         return
-    triton.PARTS = PROGRAMS
+    triton.PARTS = triton.PROGRAMS = PROGRAMS
     watch()
     groups = {"kernels": (norms, turns, entropies, products), "models": (models,)}[sys.argv[1]]
     print(json.dumps({name: error for group in groups for name, error in group()}))

@@ -22,6 +22,7 @@ from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, Pages
 from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_selection
 from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
 from bloomery.model.kernels import cpu
@@ -132,6 +133,8 @@ class Engine:
         self.drafter()  # which checks the number
         self._idle: dict[int, StaticStep] = {}
         self._replays = devices.is_gpu(model.embed.weight.device)
+        if self._replays:
+            kernel_selection.trust_tried(devices.find(open=False))
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -241,13 +244,17 @@ class Engine:
         weakref.finalize(batch, self._put_back, step).atexit = False
         return batch
 
+    def kept_tokens(self, tokens: int) -> int:
+        """For how many tokens a text of that length takes memory, where the model itself decodes."""
+        return -(-tokens // FEWEST_KEYS) * FEWEST_KEYS if self._replays else tokens
+
     def _step(self, num_rows: int, tokens: int) -> "StaticStep":
         """The smallest idle step with memory for texts of that length, or a new one."""
         for key, step in sorted(self._idle.items(), key=lambda item: item[1].cache.capacity):
             fits = step.num_rows == num_rows and step.cache.capacity >= tokens
             if fits and self._idle.pop(key, None) is not None:  # another thread may have been faster
                 return step
-        return StaticStep(self.model, self.num_ids, num_rows, tokens)
+        return StaticStep(self.model, self.num_ids, num_rows, self.kept_tokens(tokens))
 
     def _put_back(self, step: "StaticStep") -> None:
         self._idle[id(step)] = step
@@ -411,12 +418,11 @@ class StaticStep:
     """
 
     def __init__(self, model: Transformer, num_ids: int, num_rows: int, tokens: int) -> None:
-        """Memory for `tokens` of each row, rounded up."""
+        """Memory for `tokens` of each row, of which FEWEST_KEYS is a divisor."""
         self.model, self.num_ids, self.num_rows = model, num_ids, num_rows
         device = model.embed.weight.device
-        capacity = -(-tokens // FEWEST_KEYS) * FEWEST_KEYS
         like = torch.empty(0, dtype=compute_format(model), device=device)
-        self.cache = Cache.empty(model.config, num_rows, capacity, like)
+        self.cache = Cache.empty(model.config, num_rows, tokens, like)
         self._inputs = torch.zeros(2, num_rows, 1, dtype=torch.int64, device=device)
         self._host = torch.zeros(2, num_rows, 1, dtype=torch.int64, pin_memory=devices.is_gpu(device))
         self.ids, self.cache.positions = self._inputs
@@ -474,7 +480,8 @@ def captured(work: Callable[[], tuple[Tensor, Tensor]], device: torch.device) ->
     Some work of a GPU as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The
     work reads and writes only memory that stays, and never waits for the GPU.
     """
-    graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
         for _ in range(WARM_STEPS):

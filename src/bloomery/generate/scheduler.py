@@ -280,7 +280,8 @@ class _ModelSteps:
         self.computed_tokens = 0
 
     def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
-        return sum(Pages.needed(len(one.ids) + one.room) for one in (sequence, *running)) <= self.count
+        lengths = (self.engine.kept_tokens(len(one.ids) + one.room) for one in (sequence, *running))
+        return sum(map(Pages.needed, lengths)) <= self.count
 
     def begin(self, sequence: _Sequence) -> None:
         sequence.rows = self.engine.rows([sequence.ids], [sequence.room])

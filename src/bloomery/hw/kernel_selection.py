@@ -63,7 +63,7 @@ def select_kernels(device: Device, host: Host | None = None, keep: Path | None =
     if device.torch_device.type == "cuda":
         _take_attention(device, outcomes)
         _take_matmuls([one for one in outcomes if one.kernel == "matmul"])
-    kernel_trials.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
+    _trust(selected)
     wrong = {one.name: one.why for one in _failed(outcomes)}
     if fault := kernel_trials.library_fault(outcomes):
         native.refuse(LIBRARY, fault)
@@ -74,6 +74,17 @@ def select_kernels(device: Device, host: Host | None = None, keep: Path | None =
         info(f"  {name} is not used here: {why}", style="yellow")
     _report_attention(device)
     return selected
+
+
+def trust_tried(device: Device) -> None:
+    """Use our own kernels where earlier trials of this GPU found them fastest, and this process has selected none."""
+    outcomes = None if _ATTENTION else kernel_trials.load(Host.here(), device.vendor)
+    if outcomes is not None:
+        _trust(kernel_trials.choose(outcomes))
+
+
+def _trust(selected: Mapping[str, TrialResult]) -> None:
+    kernel_trials.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
 
 
 def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:

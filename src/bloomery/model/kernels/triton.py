@@ -39,7 +39,7 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     arguments: Mapping[str, Tensor | int | float]
-    constants: Mapping[str, int | bool | str]
+    constants: Mapping[str, int | bool]
     warps: int
     stages: int
 
@@ -339,7 +339,10 @@ def gemv(
         block_out = 1 << max(0, min(4, R // PROGRAMS).bit_length() - 1)
         block_groups, parts = min(_power(groups), TILE_BYTES // (block_out * size)), 1
     else:
-        block_out, block_groups = 32, (32 if x.dtype == torch.float32 else WIDE_TILE_BYTES) // size
+        block_out, block_groups = (
+            32,
+            WIDE_TILE_BYTES // (2 if x.dtype == torch.float32 or layout == "nf4" else 1) // size,
+        )
         parts = min(-(-groups // (2 * block_groups)), max(1, 2 * PROGRAMS * block_out // R))
     share = -(-groups // (parts * block_groups)) * block_groups
     parts = -(-groups // share)
@@ -351,14 +354,19 @@ def gemv(
                 grid=(-(-R // block_out), parts),
                 arguments={"x_at": x, "codes_at": codes, "scales_at": scales, "y_at": y}
                 | {"coarse_at": x if coarse is None else coarse, "numbers_at": x if numbers is None else numbers}
-                | {"bias_at": x if bias is None else bias, "rows": M, "outputs": R, "inputs": D}
+                | {"bias_at": x if bias is None else bias}
+                | {"rows": M, "outputs": R, "inputs": D}
                 | {"code_bytes": codes.shape[1], "groups": groups, "share_groups": share}
                 | {"coarse_last": 0 if coarse is None else len(coarse) - 1},
-                constants={"layout": layout, "double": coarse is not None}
+                constants={
+                    "bits": 8 if layout == "int8" else 4,
+                    "normal": layout == "nf4",
+                    "double": coarse is not None,
+                }
                 | {"biased": bias is not None and parts == 1, "block_rows": 1 if M == 1 else GEMV_ROWS}
                 | {"block_out": block_out, "block_groups": block_groups, "group_bytes": size},
                 warps=4,
-                stages=2,
+                stages=1 if layout == "nf4" else 2,  # more would copy each of the 16 numbers apart
             )
         )
     if parts == 1:

@@ -245,7 +245,8 @@ def gemv(
     groups,
     share_groups,
     coarse_last,
-    layout: tl.constexpr,
+    bits: tl.constexpr,
+    normal: tl.constexpr,
     double: tl.constexpr,
     biased: tl.constexpr,
     block_rows: tl.constexpr,
@@ -257,10 +258,10 @@ def gemv(
     Some outputs of y = x Wᵀ + bias, for few rows of x and a W in codes: the sum over a share of the groups of W's rows.
 
     A thread reads bytes that lie side by side, and decodes them in registers. With one row it multiplies and adds them
-    itself, in float32. More rows go through matrix units, as a block of 16. A byte of int4 and NF4 has two codes.
-    coarse_last is where the mean of all scales lies.
+    itself, in float32. More rows go through matrix units, as a block of 16. A byte of int4 and NF4 has two codes:
+    `normal` says NF4. coarse_last is where the mean of all scales lies.
     """
-    first_out, part = tl.program_id(0) * block_out, tl.program_id(1)
+    first_out, share = tl.program_id(0) * block_out, tl.program_id(1)
     out = tl.arange(0, block_out)[:, None, None]
     group = tl.arange(0, block_groups)[None, :, None]
     byte = tl.arange(0, group_bytes)[None, None, :]
@@ -274,17 +275,17 @@ def gemv(
         total = tl.zeros([block_out, block_groups, group_bytes], tl.float32)
     else:
         total = tl.zeros([block_rows, block_out], tl.float32)
-    begin = part * share_groups
+    begin = share * share_groups
     for start in range(begin, tl.minimum(begin + share_groups, groups), block_groups):
         known = there & (group < groups - start)
-        place = (start + group) * group_bytes + byte
+        index = (start + group) * group_bytes + byte
         inside = known
-        if layout == "int8":
-            inside = known & (place < inputs)
-        code = tl.load(codes_at + out * code_bytes + place, mask=inside, other=0).to(tl.int32)
-        if layout == "int8":
+        if bits == 8:
+            inside = known & (index < inputs)
+        code = tl.load(codes_at + out * code_bytes + index, mask=inside, other=0).to(tl.int32)
+        if bits == 8:
             low, high = code.to(tl.float32), code.to(tl.float32)
-        elif layout == "int4":
+        elif not normal:
             at = scales_at + 2 * (first_scale + out * groups + start + group)
             factor = tl.load(at, mask=known, other=0.0).to(tl.float32)
             offset = tl.load(at + 1, mask=known, other=0.0).to(tl.float32)
@@ -297,37 +298,37 @@ def gemv(
                 scale = scale * coarse + tl.load(coarse_at + coarse_last)
             low, high = tl.load(numbers_at + (code >> 4)) * scale, tl.load(numbers_at + (code & 15)) * scale
         if block_rows == 1:
-            near, far = columns(place, layout)
+            near, far = columns(index, bits, normal)
             total += low * tl.load(x_at + near, mask=near < inputs, other=0.0).to(tl.float32)
-            if layout != "int8":
+            if bits == 4:
                 total += high * tl.load(x_at + far, mask=far < inputs, other=0.0).to(tl.float32)
         else:
-            near, far = columns(start * group_bytes + flat, layout)
+            near, far = columns(start * group_bytes + flat, bits, normal)
             x = tl.load(x_at + row * inputs + near, mask=(row < rows) & (near < inputs), other=0.0)
             weight = tl.reshape(low.to(x.dtype), [block_out, block_groups * group_bytes])
             total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-            if layout != "int8":
+            if bits == 4:
                 x = tl.load(x_at + row * inputs + far, mask=(row < rows) & (far < inputs), other=0.0)
                 weight = tl.reshape(high.to(x.dtype), [block_out, block_groups * group_bytes])
                 total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
     if block_rows == 1:
         total = tl.sum(tl.sum(total, axis=2), axis=1)[None, :]
     out = first_out + tl.arange(0, block_out)[None, :]
-    if layout == "int8":
+    if bits == 8:
         total *= tl.load(scales_at + out, mask=out < outputs, other=0.0).to(tl.float32)
     if biased:
         total += tl.load(bias_at + out, mask=out < outputs, other=0.0).to(tl.float32)
-    at = y_at + (part * rows + row) * outputs + out
+    at = y_at + (share * rows + row) * outputs + out
     tl.store(at, total.to(y_at.dtype.element_ty), mask=(row < rows) & (out < outputs))
 
 
 @triton.jit
-def columns(place, layout: tl.constexpr):
+def columns(index, bits: tl.constexpr, normal: tl.constexpr):
     """Of the first and the second weight of a byte."""
-    if layout == "int8":
-        return place, place
-    elif layout == "int4":
-        near = place // 16 * 32 + place % 16
+    if bits == 8:
+        return index, index
+    elif not normal:
+        near = index // 16 * 32 + index % 16
         return near, near + 16
     else:
-        return 2 * place, 2 * place + 1
+        return 2 * index, 2 * index + 1
