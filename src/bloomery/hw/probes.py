@@ -50,6 +50,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 CANARY = 31744.0  # 31 · 2¹⁰ is exact in every format that training uses, and no result of a probe
 
 
+TIMED_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 0.3, 5, 100
+"""How long a trial is timed, and the rounds that this may take."""
+
+
 def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
@@ -95,10 +99,13 @@ def compare(case: str, actual: Tensor, expected: Tensor) -> None:
     )
 
 
-def tell_time(device: Device, work: Callable[[], object], rounds: int = 5) -> None:
-    """Tell how long some work takes: the best of a few rounds after a first."""
-    times = []
-    for _ in range(rounds):
+def tell_time(device: Device, work: Callable[[], object]) -> None:
+    """
+    Tell how long some work takes: the best of some rounds after a first. Other programs on the device disturb most of
+    them, and rarely all.
+    """
+    times, end = list[float](), time.perf_counter() + TIMED_SECONDS
+    while len(times) < FEWEST_ROUNDS or (time.perf_counter() < end and len(times) < MOST_ROUNDS):
         device.synchronize()
         began = time.perf_counter()
         work()

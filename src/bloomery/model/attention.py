@@ -228,7 +228,8 @@ def stacked_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> At
         ("stacked", q.dtype, K), lambda: _full_bias(mask, q.dtype).expand(-1, H, -1, -1).reshape(B, K, H // K, S)
     )
     stacked = q.reshape(B, K, H // K, E)
-    return F.scaled_dot_product_attention(stacked, k.to(q.dtype), v.to(q.dtype), attn_mask=bias).view(B, H, 1, -1)
+    y = F.scaled_dot_product_attention(stacked, k.to(q.dtype), v.to(q.dtype), attn_mask=bias)
+    return y.reshape(B, H, 1, -1)  # a copy where a kernel leaves it in another order
 
 
 def _full_bias(mask: AttentionMask, dtype: torch.dtype) -> Float[Tensor, "b h T S"]:
