@@ -156,8 +156,8 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     documents = kernel_trials.documents_by(outcomes)
     known_here = {one.implementation for one in outcomes if one.kernel == "attention"} | {"flex", "varlen"}
     # Where flex is faster, the other is left alone; where flash attention is, flex still has windows and ALiBi.
-    taken = documents if documents[:1] == ["varlen"] else documents[:1]
-    left = known_here - {*order, *taken}
+    kept = documents if documents[:1] == ["varlen"] else documents[:1]
+    left = known_here - {*order, *kept}
     kernel_trials.leave_attention(left)
     if kernel_trials.needs_experimental(device.vendor, outcomes):
         os.environ.setdefault(kernel_trials.EXPERIMENTAL, "1")  # AOTriton reads it in the first call of attention

@@ -433,8 +433,8 @@ def attention_order(outcomes: Sequence[TrialResult]) -> list[str]:
 def documents_by(outcomes: Sequence[TrialResult]) -> list[str]:
     """What may compute rows of several documents: "varlen" and "flex" as far as they passed, the faster first."""
     named = {VARLEN: "varlen", FLEX: "flex"}
-    passed = [one for one in outcomes if one.name in named and one.status == "passed"]
-    return [named[one.name] for one in sorted(passed, key=lambda one: one.milliseconds or math.inf)]
+    passed = [outcome for outcome in outcomes if outcome.name in named and outcome.status == "passed"]
+    return [named[outcome.name] for outcome in sorted(passed, key=lambda outcome: outcome.milliseconds or math.inf)]
 
 
 def needs_experimental(vendor: str, outcomes: Sequence[TrialResult]) -> bool:

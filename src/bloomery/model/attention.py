@@ -149,7 +149,7 @@ def segment_bounds(segments: NDArray[np.int64]) -> NDArray[np.int32] | None:
     """
     Where the segments of rows (B, T) begin, one row after another, and the end of all: 2ⁿ + 1 bounds in int32, of which
     the last repeats. So a segment without a token follows here and there. None where segments of a row do not rise, for
-    then one may lie in two places.
+    then one may come twice.
     """
     if (segments[:, 1:] < segments[:, :-1]).any():
         return None
