@@ -5,13 +5,11 @@ A sequence of a batch gets the IDs that it would get alone, by test. sampling.py
 """
 
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from jaxtyping import Float
 
@@ -40,8 +38,6 @@ PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
 FEWEST_KEYS = 256
 """That a step on a GPU reads; then twice as many, and so on. A GPU's cache grows by as many tokens."""
-WARM_STEPS = 2
-"""Before a step is captured: they compile kernels, and make what is kept."""
 IDLE_STEPS = 2
 """That an engine keeps with their caches for the next texts."""
 
@@ -426,7 +422,7 @@ class StaticStep:
         self._inputs = torch.zeros(2, num_rows, 1, dtype=torch.int64, device=device)
         self._host = torch.zeros(2, num_rows, 1, dtype=torch.int64, pin_memory=devices.is_gpu(device))
         self.ids, self.cache.positions = self._inputs
-        self.graphs: dict[int, Graph | None] = {}
+        self.graphs: dict[int, devices.Graph | None] = {}
         """By the keys that are read; None where a step is computed as it is."""
 
     def captures(self) -> bool:
@@ -447,7 +443,9 @@ class StaticStep:
             keys *= 2
         keys = min(keys, self.cache.capacity)
         if keys not in self.graphs:
-            self.graphs[keys] = captured(lambda: self._compute(keys), self._inputs.device) if self.captures() else None
+            self.graphs[keys] = (
+                devices.captured(lambda: self._compute(keys), self._inputs.device) if self.captures() else None
+            )
         graph = self.graphs[keys]
         logits, sums = self._compute(keys) if graph is None else graph.replay()
         check_finite(sums)
@@ -456,47 +454,6 @@ class StaticStep:
     def _compute(self, keys: int) -> tuple[Tensor, Tensor]:
         self.cache.length = keys - 1  # which the step makes longer by one
         return computed(self.model, self.num_ids, self.ids, self.cache)
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What a GPU replays, and the tensors that it then overwrites."""
-
-    graph: Any
-    """A torch.cuda.CUDAGraph."""
-    outputs: tuple[Tensor, Tensor]
-
-    def replay(self) -> tuple[Tensor, Tensor]:
-        self.graph.replay()
-        return self.outputs
-
-
-_CAPTURE = threading.Lock()
-"""A process captures one graph at a time."""
-
-
-def captured(work: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> Graph | None:
-    """
-    Some work of a GPU as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The
-    work reads and writes only memory that stays, and never waits for the GPU.
-    """
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    stream.wait_stream(before)
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_STEPS):
-            work()
-    before.wait_stream(stream)
-    try:
-        # Other threads may ask for memory meanwhile.
-        with _CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outputs = work()
-    except RuntimeError as error:
-        torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
-        reason = str(error.__context__ or error).strip().partition("\n")[0]
-        info(f"Decoding without a CUDA graph, which is slower: {reason}")
-        return None
-    return Graph(graph, outputs)
 
 
 def compute_format(model: Transformer) -> torch.dtype:

@@ -19,14 +19,16 @@ import os
 import re
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bloomery.core.errors import HardwareError
+from bloomery.core.log import info
 from bloomery.hw import launcher
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.gpus import INTEGRATED
@@ -245,6 +247,51 @@ def copied_to_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if gpu:
         torch.cuda.synchronize()
     return copies
+
+
+WARM_CALLS = 2
+"""Before some work is captured: they compile kernels, and make what is kept."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a GPU replays, and the tensors that it then overwrites."""
+
+    graph: Any
+    """A torch.cuda.CUDAGraph."""
+    outputs: tuple[torch.Tensor, ...]
+
+    def replay(self) -> tuple[torch.Tensor, ...]:
+        self.graph.replay()
+        return self.outputs
+
+
+_CAPTURE = threading.Lock()
+"""A process captures one graph at a time."""
+
+
+def captured(work: Callable[[], tuple[torch.Tensor, ...]], device: torch.device) -> Graph | None:
+    """
+    Some work of a GPU as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The
+    work reads and writes only memory that stays, and never waits for the GPU.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_CALLS):
+            work()
+    before.wait_stream(stream)
+    try:
+        # Other threads may ask for memory meanwhile.
+        with _CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outputs = work()
+    except RuntimeError as error:
+        torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
+        reason = str(error.__context__ or error).strip().partition("\n")[0]
+        info(f"Decoding without a CUDA graph, which is slower: {reason}")
+        return None
+    return Graph(graph, outputs)
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

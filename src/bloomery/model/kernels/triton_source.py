@@ -277,26 +277,16 @@ def gemv(
         total = tl.zeros([block_rows, block_out], tl.float32)
     begin = share * share_groups
     for start in range(begin, tl.minimum(begin + share_groups, groups), block_groups):
-        known = there & (group < groups - start)
         index = (start + group) * group_bytes + byte
+        known = there & (group < groups - start)
         inside = known
         if bits == 8:
             inside = known & (index < inputs)
         code = tl.load(codes_at + out * code_bytes + index, mask=inside, other=0).to(tl.int32)
-        if bits == 8:
-            low, high = code.to(tl.float32), code.to(tl.float32)
-        elif not normal:
-            at = scales_at + 2 * (first_scale + out * groups + start + group)
-            factor = tl.load(at, mask=known, other=0.0).to(tl.float32)
-            offset = tl.load(at + 1, mask=known, other=0.0).to(tl.float32)
-            low, high = (code & 15).to(tl.float32) * factor + offset, (code >> 4).to(tl.float32) * factor + offset
-        else:
-            at = first_scale + out * groups + start + group
-            scale = tl.load(scales_at + at, mask=known, other=0.0).to(tl.float32)
-            if double:
-                coarse = tl.load(coarse_at + at // 256, mask=known, other=0.0)
-                scale = scale * coarse + tl.load(coarse_at + coarse_last)
-            low, high = tl.load(numbers_at + (code >> 4)) * scale, tl.load(numbers_at + (code & 15)) * scale
+        scale_index = first_scale + out * groups + start + group
+        low, high = decoded(
+            code, scales_at, scale_index, known, coarse_at, coarse_last, numbers_at, bits, normal, double
+        )
         if block_rows == 1:
             near, far = columns(index, bits, normal)
             total += low * tl.load(x_at + near, mask=near < inputs, other=0.0).to(tl.float32)
@@ -320,6 +310,34 @@ def gemv(
         total += tl.load(bias_at + out, mask=out < outputs, other=0.0).to(tl.float32)
     at = y_at + (share * rows + row) * outputs + out
     tl.store(at, total.to(y_at.dtype.element_ty), mask=(row < rows) & (out < outputs))
+
+
+@triton.jit
+def decoded(
+    code,
+    scales_at,
+    index,
+    known,
+    coarse_at,
+    coarse_last,
+    numbers_at,
+    bits: tl.constexpr,
+    normal: tl.constexpr,
+    double: tl.constexpr,
+):
+    """The first and the second weight of each byte, but for the scale of the row of int8."""
+    if bits == 8:
+        return code.to(tl.float32), code.to(tl.float32)
+    elif normal:
+        scale = tl.load(scales_at + index, mask=known, other=0.0).to(tl.float32)
+        if double:
+            coarse = tl.load(coarse_at + index // 256, mask=known, other=0.0)
+            scale = scale * coarse + tl.load(coarse_at + coarse_last)
+        return tl.load(numbers_at + (code >> 4)) * scale, tl.load(numbers_at + (code & 15)) * scale
+    else:
+        factor = tl.load(scales_at + 2 * index, mask=known, other=0.0).to(tl.float32)
+        offset = tl.load(scales_at + 2 * index + 1, mask=known, other=0.0).to(tl.float32)
+        return (code & 15).to(tl.float32) * factor + offset, (code >> 4).to(tl.float32) * factor + offset
 
 
 @triton.jit
