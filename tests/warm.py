@@ -8,12 +8,15 @@ import gc
 import json
 import math
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,22 +54,82 @@ class Process(subprocess.Popen[bytes]):
 def popen(command: Sequence[str], *, env: dict[str, str], **how: Any) -> Process:
     """In the place of the Popen of `launch`, whose command ends with the folder of a task."""
     task = json.loads((Path(command[-1]) / "task.json").read_text())
-    return start("bloomery.train.launch:be_rank", [command[-1]], env, task["function"])
+    return start("bloomery.train.launch:be_rank", [command[-1]], env, [task["function"]])
 
 
 STARTS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 """In the place of the module `subprocess` in `launch`."""
 
 
-def start(function: str, arguments: list[Any], env: Mapping[str, str], calls: str = "", err: int = 2) -> Process:
+def start(
+    function: str, arguments: list[Any], env: Mapping[str, str], imports: Sequence[str] = (), *, out: int = 1, err: int = 2
+) -> Process:
     """
     A process in a session of its own, which calls "package.module:name" with arguments of JSON and ends with the number
-    that it returns; imported before it starts is also the module of what it calls in its turn. `err` is its stderr.
+    that it returns. Imported before is what it says besides. `out` and `err` are its stdout and stderr.
     """
     request = {"function": function, "arguments": arguments, "env": dict(env), "folder": os.getcwd()}
-    request["imports"] = [name.partition(":")[0] for name in (function, calls) if name]
+    request["imports"] = [name.partition(":")[0] for name in (function, *imports)]
     server = _server()
-    return Process(server, asked(server, request, [1, err]))
+    return Process(server, asked(server, request, [out, err]))
+
+
+def python(words: list[str], env: Mapping[str, str], *, out: int = 1, imports: Sequence[str] = ()) -> Process:
+    """
+    What `python WORDS` is, but forked, and so are the commands of Bloomery and the ranks that it starts in its turn,
+    whose parent it is. A process that has computed must not start any: threads do not outlive a fork.
+    """
+    return start("tests.warm:be_python", [words], env, imports, out=out)
+
+
+def be_python(words: Sequence[str]) -> None:
+    """Run a program as Python would, in this process."""
+    subprocess.Popen = Forked  # type: ignore[misc]
+    _run(words)
+
+
+class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """In the place of Popen: what would import torch again is forked instead, just before it would begin."""
+
+    def __init__(self, command: Any, *, env: Mapping[str, str] | None = None, **how: Any) -> None:
+        words = [str(word) for word in command]
+        if words[0] == sys.executable and any(name in " ".join(words[1:4]) for name in FORKED):
+            how["preexec_fn"] = partial(_begin, words[1:], dict(os.environ if env is None else env))
+        super().__init__(command, env=env, **how)
+
+
+FORKED = ("-m bloomery.cli", "bloomery.train import launch", "gpu_parts.py", "gpu_runs.py")
+"""What the first words of a command say of a program that imports torch."""
+
+
+def _begin(words: list[str], env: dict[str, str]) -> NoReturn:
+    """Runs between fork and exec, and never comes to exec. All files but the first three are closed, as by exec."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    gc.enable()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> None:
+    kind, *rest = words
+    while kind == "-X":
+        kind, *rest = rest[1:]
+    sys.argv = [kind, *rest]
+    if kind == "-c":
+        sys.argv = [kind, *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = rest
+        sys.modules.pop(rest[0], None)  # it is run anew
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")
 
 
 def asked(server: socket.socket, request: dict[str, Any], files: list[int] | None = None) -> Any:
@@ -118,8 +181,7 @@ def serve(channel: int, parent: int) -> None:
 def _become(request: dict[str, Any], files: list[int], server: int) -> NoReturn:
     import torch
 
-    code = 1
-    try:
+    def begin() -> Any:
         child.die_with(server)
         os.setsid()
         for number, file in enumerate(files, 1):
@@ -127,14 +189,26 @@ def _become(request: dict[str, Any], files: list[int], server: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["folder"])
-        torch.set_num_threads(int(request["env"]["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(request["env"].get("OMP_NUM_THREADS", "1")))
         module, _, name = request["function"].partition(":")
-        code = getattr(import_module(module), name)(*request["arguments"]) or 0
+        return getattr(import_module(module), name)(*request["arguments"])
+
+    _end(begin)
+
+
+def _end(work: Callable[[], Any]) -> NoReturn:
+    """Do it, and end with the code that it returns or exits with, without taking apart what is imported."""
+    code = 1
+    try:
+        code = work() or 0
     except SystemExit as ended:
-        code = int(ended.code or 0)
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
