@@ -4,10 +4,12 @@ and the imports of each would take seconds. A command that a test runs by itself
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import math
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -22,10 +24,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import bloomery
 from bloomery.core import child
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("pytest", "bloomery.train.trainer", "bloomery.train.launch", "tests.train.made")
+IMPORTED = ("pytest", "bloomery.train.trainer", "bloomery.train.launch", "tests.train.made", "torch._dynamo")
+"""Before any starts. The last comes with the first optimizer, and takes a second."""
+OF_PROGRAMS = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model", "torch.distributed.tensor")
+"""Before the first program starts, with all of Bloomery."""
 MESSAGE_BYTES = 2**17
 
 
@@ -74,12 +80,23 @@ def start(
     return Process(server, asked(server, request, [out, err]))
 
 
-def python(words: list[str], env: Mapping[str, str], *, out: int = 1, imports: Sequence[str] = ()) -> Process:
+def python(words: list[str], env: Mapping[str, str], out: int = 1, err: int = 2) -> Process:
     """
     What `python WORDS` is, but forked, and so are the commands of Bloomery and the ranks that it starts in its turn,
     whose parent it is. A process that has computed must not start any: threads do not outlive a fork.
     """
-    return start("tests.warm:be_python", [words], env, imports, out=out)
+    return start("tests.warm:be_python", [words], env, [ALL], out=out, err=err)
+
+
+ALL = "all"
+"""In the place of the name of a module: all of Bloomery, and what its commands import besides."""
+
+
+@cache
+def _import_all() -> None:
+    for name in (*(module.name for module in pkgutil.walk_packages(bloomery.__path__, "bloomery.")), *OF_PROGRAMS):
+        with contextlib.suppress(ImportError):  # of an extra or a GPU that is not there: a command says so
+            import_module(name)
 
 
 def be_python(words: Sequence[str]) -> None:
@@ -170,7 +187,7 @@ def serve(channel: int, parent: int) -> None:
             answer = os.waitstatus_to_exitcode(status) if found else None
         else:
             for name in request["imports"]:
-                import_module(name)
+                _import_all() if name == ALL else import_module(name)
             gc.freeze()
             answer = os.fork() or _become(request, files, own)
         server.send(json.dumps(answer).encode())
