@@ -164,9 +164,7 @@ def measured(folder: Path, kills: int, at_once: int, seed: int, *, quiet: bool) 
             with tally.lock:
                 tally.runs += 1
                 name, ranks = f"killed-{tally.runs}", 1 + tally.runs % len(calm) if len(calm) > 1 else 2
-            done = chain(
-                folder, name, ranks, lambda: moments.uniform(*MOMENTS) * undisturbed, moments, tally, kills
-            )
+            done = chain(folder, name, ranks, lambda: moments.uniform(*MOMENTS) * undisturbed, moments, tally, kills)
             found = content(folder / name) if done else calm[ranks]
             others = sorted(file for file in {*found, *calm[ranks]} if found.get(file) != calm[ranks].get(file))
             with tally.lock:

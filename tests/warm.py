@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import math
+import multiprocessing
 import os
 import pkgutil
 import runpy
@@ -68,7 +69,13 @@ STARTS = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
 
 
 def start(
-    function: str, arguments: list[Any], env: Mapping[str, str], imports: Sequence[str] = (), *, out: int = 1, err: int = 2
+    function: str,
+    arguments: list[Any],
+    env: Mapping[str, str],
+    imports: Sequence[str] = (),
+    *,
+    out: int = 1,
+    err: int = 2,
 ) -> Process:
     """
     A process in a session of its own, which calls "package.module:name" with arguments of JSON and ends with the number
@@ -101,8 +108,15 @@ def _import_all() -> None:
 
 def be_python(words: Sequence[str]) -> None:
     """Run a program as Python would, in this process."""
+    from bloomery.data import executor
+
     subprocess.Popen = Forked  # type: ignore[misc]
+    executor.multiprocessing = FORKS  # type: ignore[attr-defined]
     _run(words)
+
+
+FORKS = SimpleNamespace(get_context=lambda kind: multiprocessing.get_context("fork"))
+"""In the place of the module `multiprocessing` where worker processes are started."""
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
@@ -121,6 +135,10 @@ FORKED = ("-m bloomery.cli", "bloomery.train import launch", "gpu_parts.py", "gp
 
 def _begin(words: list[str], env: dict[str, str]) -> NoReturn:
     """Runs between fork and exec, and never comes to exec. All files but the first three are closed, as by exec."""
+    from bloomery.core import log, signals
+    from bloomery.hw import distributed
+    from bloomery.train import launch
+
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(env)
@@ -129,6 +147,8 @@ def _begin(words: list[str], env: dict[str, str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for known in (signals._listening, log._listeners, log._stage_line, launch._handed_out, distributed._watches):
+        known.clear()  # of the program that started this one
     _end(lambda: _run(words))
 
 
