@@ -1,4 +1,4 @@
-"""Tests. None of them cuts the power: what is to reach the disk for that costs a test milliseconds, hundreds of times."""
+"""Tests. None of them cuts the power, so none waits for the disk: that takes milliseconds, thousands of times."""
 
 import os
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,10 @@ IMPORTED = ("pytest", "bloomery.train.trainer", "bloomery.train.launch", "tests.
 OF_PROGRAMS = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model", "torch.distributed.tensor")
 """Before the first program starts, with all of Bloomery."""
 MESSAGE_BYTES = 2**17
+
+
+ALL = "all"
+"""In the place of the name of a module: all of Bloomery, and what its commands import besides."""
 
 
 class Process(subprocess.Popen[bytes]):
@@ -87,16 +92,14 @@ def start(
     return Process(server, asked(server, request, [out, err]))
 
 
-def python(words: list[str], env: Mapping[str, str], out: int = 1, err: int = 2) -> Process:
+def python(
+    words: list[str], env: Mapping[str, str], imports: Sequence[str] = (ALL,), *, out: int = 1, err: int = 2
+) -> Process:
     """
     What `python WORDS` is, but forked, and so are the commands of Bloomery and the ranks that it starts in its turn,
     whose parent it is. A process that has computed must not start any: threads do not outlive a fork.
     """
-    return start("tests.warm:be_python", [words], env, [ALL], out=out, err=err)
-
-
-ALL = "all"
-"""In the place of the name of a module: all of Bloomery, and what its commands import besides."""
+    return start("tests.warm:be_python", [words], env, imports, out=out, err=err)
 
 
 @cache
@@ -104,6 +107,20 @@ def _import_all() -> None:
     for name in (*(module.name for module in pkgutil.walk_packages(bloomery.__path__, "bloomery.")), *OF_PROGRAMS):
         with contextlib.suppress(ImportError):  # of an extra or a GPU that is not there: a command says so
             import_module(name)
+
+
+def run(command: Sequence[str], *, timeout: float, **how: Any) -> "subprocess.CompletedProcess[str]":
+    """In the place of the `run` of `subprocess`, for a program that ends when its parent does; what it says is kept."""
+    words = list(command[command.index(sys.executable, 1) + 1 :])
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = python(words, os.environ, [words[1]], out=out.fileno(), err=err.fileno())
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
 def be_python(words: Sequence[str]) -> None:
