@@ -90,7 +90,7 @@ def test_all_parts_run_to_their_end_without_a_gpu(tmp_path: Path, words: list[st
     """Its parts, runs and ranks are forked: forty of them would import torch."""
     command = [str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--quick", "--out", str(tmp_path), *words]
     with (tmp_path / "said").open("wb") as said:
-        process = warm.python(command, os.environ, said.fileno())
+        process = warm.python(command, os.environ, out=said.fileno())
         assert process.wait(850) == 0
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert {name: facts["status"] for name, facts in report["parts"].items()} == dict.fromkeys(report["parts"], "done")

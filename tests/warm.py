@@ -127,8 +127,8 @@ def be_python(words: Sequence[str]) -> None:
     """Run a program as Python would, in this process."""
     from bloomery.data import executor
 
-    subprocess.Popen = Forked  # type: ignore[misc]
-    executor.multiprocessing = FORKS  # type: ignore[attr-defined]
+    subprocess.Popen = Forked  # type: ignore[misc, assignment]
+    executor.multiprocessing = FORKS  # type: ignore[attr-defined, assignment]
     _run(words)
 
 

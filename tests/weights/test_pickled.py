@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     """The process that reads a file is forked, but in one test."""
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
     if request.function is not test_a_named_file_becomes_the_same_weights_once:
-        monkeypatch.setattr(pickled.subprocess, "run", warm.run)
+        monkeypatch.setattr("bloomery.weights.pickled.subprocess.run", warm.run)
 
 
 def theirs(folder: Path) -> dict[str, Tensor]:
