@@ -1,6 +1,6 @@
 """
 Ranks and other processes for tests, forked from one that has imported torch and the trainer: hundreds of them start,
-and the imports of each would take seconds. A command that a test runs by itself starts its ranks as it does elsewhere.
+and the imports of each would take seconds. A program that is forked by `python` forks what it starts in its turn.
 """
 
 import atexit
@@ -34,11 +34,9 @@ IMPORTED = ("pytest", "bloomery.train.trainer", "bloomery.train.launch", "tests.
 """Before any starts. The last comes with the first optimizer, and takes a second."""
 OF_PROGRAMS = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model", "torch.distributed.tensor")
 """Before the first program starts, with all of Bloomery."""
-MESSAGE_BYTES = 2**17
-
-
 ALL = "all"
 """In the place of the name of a module: all of Bloomery, and what its commands import besides."""
+MESSAGE_BYTES = 2**17
 
 
 class Process(subprocess.Popen[bytes]):
