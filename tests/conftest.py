@@ -57,6 +57,15 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that work on parts of data are forked from one that has imported what they need."""
+    from bloomery.data import executor
+    from tests import warm_workers
+
+    monkeypatch.setattr(executor, "multiprocessing", warm_workers.STARTS)
+
+
+@pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """A verb with its arguments -> exit code, stdout, stderr."""
 

@@ -380,7 +380,7 @@ def killed(place: Place, runs: Path, stage: str, seconds: float) -> bool:
     """Run in a process of its own, and kill it this long after `stage` begins. False if it was done before."""
     words, env = ["run", str(place.recipe), "--runs", str(runs)], os.environ | {"OMP_NUM_THREADS": "1"}
     read, write = os.pipe()
-    run = warm.start("bloomery.cli:main", [words], env, err=write)
+    run = warm.python(["-m", "bloomery.cli", *words], env, err=write)
     os.close(write)
     with open(read, encoding="utf-8") as shown:
         for line in shown:

@@ -1,6 +1,7 @@
 """The rules of the house that a machine can check. Each failure names the file and the line."""
 
 import ast
+import gc
 import json
 import re
 import resource
@@ -113,7 +114,11 @@ class Module:
 
 def parsed(folder: Path) -> list[Module]:
     files = sorted(folder.rglob("*.py"))
-    return [Module(file, ast.parse(file.read_text(encoding="utf-8"), str(file))) for file in files]
+    gc.disable()
+    found = [Module(file, ast.parse(file.read_text(encoding="utf-8"), str(file))) for file in files]
+    gc.freeze()  # millions of nodes that stay
+    gc.enable()
+    return found
 
 
 @cache
@@ -139,7 +144,8 @@ class Import:
     """Whether only a type checker reads it."""
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
     def visit(node: ast.AST, inside: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             yield Import(node, tuple(alias.name for alias in node.names), inside, for_types)
@@ -152,12 +158,17 @@ def imports(module: Module) -> Iterator[Import]:
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, inside, for_types or typing_only)
 
-    yield from visit(module.tree, False, False)
+    return tuple(visit(module.tree, False, False))
+
+
+@cache
+def walked(module: Module) -> tuple[ast.AST, ...]:
+    return tuple(node for node in ast.walk(module.tree) if not isinstance(node, ast.expr_context))
 
 
 def nodes(modules: list[Module]) -> Iterator[tuple[Module, ast.AST]]:
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in walked(module):
             yield module, node
 
 
@@ -282,7 +293,7 @@ def test_a_small_module_serves_more_than_one_other() -> None:
     for module in package():
         named = {name for found in imports(module) for name in found.names}
         named |= {name.rpartition(".")[0] for name in named}
-        strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
+        strings = (node.value for node in walked(module) if isinstance(node, ast.Constant))
         named |= {value.partition(":")[0] for value in strings if isinstance(value, str)}
         for name in named & names.keys() - {module.name}:
             users[name].add(module.name)
@@ -337,7 +348,7 @@ def test_only_hw_names_a_vendor() -> None:
         if module.part == "hw":
             continue
         prose = docstrings(module.tree)
-        for node in ast.walk(module.tree):
+        for node in walked(module):
             if isinstance(node, ast.Attribute) and (
                 node.attr in VENDOR_ATTRIBUTES or ast.unparse(node) == "torch.version"
             ):

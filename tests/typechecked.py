@@ -28,7 +28,7 @@ SHAPES = (
 LATE = ("bloomery.cli", "bloomery.api", "bloomery.checks")
 """What names types that it does not load: nothing at run time can look them up."""
 
-ALL_CALLS, ONE_CALL_OF = 64, 16
+ALL_CALLS, ONE_CALL_OF = 16, 64
 """Of a function with shapes, in one test: so many calls are checked, and then some. A training repeats the same."""
 test = 0
 

@@ -15,3 +15,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelServer]:
     monkeypatch.setattr(http_client, "LONGEST_WAIT_SECONDS", 0.002)
     with ModelServer().serving() as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def workers_start_at_once(warm_workers: None) -> None:
+    """All that this process starts."""

@@ -19,6 +19,7 @@ from bloomery.shards.loader import Batch
 from bloomery.train import launch
 from bloomery.train.precision import Precision
 from bloomery.train.step import CausalLMLoss, LossSums
+from tests import warm
 from tests.train.made import lines, newest_state, session, wait_for_steps
 
 ROOT = Path(__file__).parents[2]
@@ -177,11 +178,11 @@ def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(
     """However many are asked, and however often: managers signal a whole group, and the parent hands it on."""
     settings = {"steps": 100_000, "save_every_seconds": 1e6, "eval_every": 10**6, **more}
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
-    with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
-        wait_for_steps(tmp_path / "out")
-        for pid in [*(children(parent.pid) if to == "all" else []), parent.pid]:
-            os.kill(pid, number)
-        assert parent.wait(timeout=60) == code
+    parent = warm.python(["-c", TRAIN, json.dumps(task)], os.environ)
+    wait_for_steps(tmp_path / "out")
+    for pid in [*(children(parent.pid) if to == "all" else []), parent.pid]:
+        os.kill(pid, number)
+    assert parent.wait(timeout=60) == code
     assert newest_state(tmp_path / "out")["step"] == lines(tmp_path / "out")[-1]["step"] >= 5
 
 
@@ -189,12 +190,12 @@ def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ranks_that_are_asked_to_stop_while_they_start_are_no_failure(shards: Path, tmp_path: Path) -> None:
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": {}}
-    with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
-        deadline = time.monotonic() + 120
-        while len(children(parent.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        parent.terminate()
-        assert parent.wait(timeout=60) == 143
+    parent = warm.python(["-c", TRAIN, json.dumps(task)], os.environ)
+    deadline = time.monotonic() + 120
+    while len(children(parent.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    parent.terminate()
+    assert parent.wait(timeout=60) == 143
 
 
 def test_a_rank_that_the_others_gave_up_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from bloomery import cli
 from bloomery.core.errors import CheckpointError
 from bloomery.tokenizer import importers
 from bloomery.weights import hf, locate, pickled
+from tests import warm
 from tests.model.made import scores
 from tests.tokenizer.test_train import theirs as sentencepiece_model
 from tests.weights.test_architectures import folder_of_others
@@ -26,8 +27,11 @@ from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The process that reads a file is forked, but in one test."""
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
+    if request.function is not test_a_named_file_becomes_the_same_weights_once:
+        monkeypatch.setattr("bloomery.weights.pickled.subprocess.run", warm.run)
 
 
 def theirs(folder: Path) -> dict[str, Tensor]:
