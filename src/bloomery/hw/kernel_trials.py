@@ -64,6 +64,10 @@ def trusted(kernel: str) -> bool:
     return kernel in _TRUSTED
 
 
+def all_trusted() -> frozenset[str]:
+    return frozenset(_TRUSTED)
+
+
 def state() -> str:
     """The kernels for which our own implementation is used, in words; "" for none."""
     return ", ".join(sorted(_TRUSTED))

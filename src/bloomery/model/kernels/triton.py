@@ -45,6 +45,7 @@ class Launch:
 
 
 _RECORD: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+_TRACED: ContextVar[frozenset[str]] = ContextVar("traced", default=frozenset())
 
 
 def is_there() -> bool:
@@ -61,6 +62,8 @@ def language() -> Any:
 def launch(request: Launch) -> None:
     """Run a kernel on the device of its tensors, or write down that it was asked for."""
     record = _RECORD.get()
+    if _TRACED.get():
+        return
     if record is not None:
         record.append(request)
         return
@@ -79,6 +82,16 @@ def recorded() -> Iterator[list[Launch]]:
         _RECORD.reset(token)
 
 
+@contextmanager
+def traced(kernels: frozenset[str]) -> Iterator[None]:
+    """Take these kernels for tensors without numbers, and run nothing: it shows what they keep in memory."""
+    token = _TRACED.set(kernels)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_ROW = 8192
 """Numbers of a row that one program holds in registers: 32 for each of 256 threads. 16384 spill on RDNA."""
@@ -91,6 +104,8 @@ LOGITS_AT_ONCE = 4096
 
 def ready(kernel: str, *tensors: Tensor) -> bool:
     """Whether our own kernel of that name may be used for these tensors: it was tried on this device, and won."""
+    if kernel in _TRACED.get():
+        return all(tensor.dtype in DTYPES for tensor in tensors)
     return (
         not torch.compiler.is_compiling()
         and kernel_trials.trusted(kernel)

@@ -35,19 +35,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
 from bloomery.model.attention import FLEX_TOKENS, AttentionMask, segment_bounds
 from bloomery.model.config import Lora, ModelConfig, cost
-from bloomery.model.kernels import cpu
+from bloomery.model.kernels import cpu, triton
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
@@ -248,6 +249,10 @@ def written_out(tensors: list[Tensor]) -> int:
     return sum(one.numel() * longest for one in tensors if one.dim() and 1 < one.element_size() < longest)
 
 
+TRACED_KERNELS = frozenset({"rms-norm", "rotary", "rotary-norm", "cross-entropy"})
+"""Our own GPU kernels of a training step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """Some rows, in one or more micro-batches."""
@@ -271,6 +276,8 @@ class TracedStep:
     """Whether rows have several documents. On a CPU this makes no difference to memory, and is not traced."""
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
     """Of float32 logits, on another device than a CPU."""
+    kernels: frozenset[str] = field(default_factory=lambda: TRACED_KERNELS & kernel_trials.all_trusted())
+    """Our own kernels, on another device than a CPU: those that this process trusts. They keep less than torch's."""
 
     @property
     def turn(self) -> int:
@@ -403,7 +410,15 @@ def _traced(step: TracedStep) -> Traced:
     precision = Precision.decide("auto", device)
     counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
     chunks = chunks_of(step.logits_chunk_bytes)
-    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, chunks, FakeTensorMode(), counting as meter:
+    kernels = triton.traced(frozenset() if step.on_processor else step.kernels)
+    with (
+        _company(step.ranks) as mesh,
+        _apart(step.on_processor) as room,
+        chunks,
+        kernels,
+        FakeTensorMode(),
+        counting as meter,
+    ):
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
