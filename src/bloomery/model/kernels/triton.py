@@ -104,11 +104,12 @@ LOGITS_AT_ONCE = 4096
 
 def ready(kernel: str, *tensors: Tensor) -> bool:
     """Whether our own kernel of that name may be used for these tensors: it was tried on this device, and won."""
+    if torch.compiler.is_compiling():  # asked first: compiled code cannot read a context variable
+        return False
     if kernel in _TRACED.get():
         return all(tensor.dtype in DTYPES for tensor in tensors)
     return (
-        not torch.compiler.is_compiling()
-        and kernel_trials.trusted(kernel)
+        kernel_trials.trusted(kernel)
         and all(type(one) in (Tensor, nn.Parameter) and one.dtype in DTYPES for one in tensors)
         and all(devices.compiles_kernels(one.device) for one in tensors)
     )
