@@ -245,14 +245,22 @@ class Engine:
         return -(-tokens // FEWEST_KEYS) * FEWEST_KEYS if self._replays else tokens
 
     def _step(self, num_rows: int, tokens: int) -> "StaticStep":
-        """The smallest idle step with memory for texts of that length, or a new one."""
-        for key, step in sorted(self._idle.items(), key=lambda item: item[1].cache.capacity):
+        """
+        The smallest idle step with memory for texts of that length, or a new one. Before a new one for several rows,
+        whose keys and values take much memory, idle ones are given up.
+        """
+        idle = list(self._idle.items())  # a copy: texts that end put steps back meanwhile
+        for key, step in sorted(idle, key=lambda item: item[1].cache.capacity):
             fits = step.num_rows == num_rows and step.cache.capacity >= tokens
             if fits and self._idle.pop(key, None) is not None:  # another thread may have been faster
                 return step
+        if num_rows > 1:
+            self._idle.clear()
         return StaticStep(self.model, self.num_ids, num_rows, self.kept_tokens(tokens))
 
     def _put_back(self, step: "StaticStep") -> None:
+        if not step.sound:
+            return
         self._idle[id(step)] = step
         for key in list(self._idle)[:-IDLE_STEPS]:
             self._idle.pop(key, None)
@@ -422,6 +430,8 @@ class StaticStep:
         self._inputs = torch.zeros(2, num_rows, 1, dtype=torch.int64, device=device)
         self._host = torch.zeros(2, num_rows, 1, dtype=torch.int64, pin_memory=devices.is_gpu(device))
         self.ids, self.cache.positions = self._inputs
+        self.sound = True
+        """Whether all that was computed is finite: other numbers in its memory would reach the next text."""
         self.graphs: dict[int, devices.Graph | None] = {}
         """By the keys that are read; None where a step is computed as it is."""
 
@@ -448,7 +458,9 @@ class StaticStep:
             )
         graph = self.graphs[keys]
         logits, sums = self._compute(keys) if graph is None else graph.replay()
+        self.sound = False
         check_finite(sums)
+        self.sound = True
         return logits
 
     def _compute(self, keys: int) -> tuple[Tensor, Tensor]:

@@ -287,6 +287,8 @@ def captured(work: Callable[[], tuple[torch.Tensor, ...]], device: torch.device)
         with _CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = work()
     except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt | SystemExit):  # it came in the midst, and is not lost
+            raise error.__context__ from None
         torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
         reason = str(error.__context__ or error).strip().partition("\n")[0]
         info(f"Decoding without a CUDA graph, which is slower: {reason}")

@@ -80,6 +80,7 @@ def trust_tried(device: Device) -> None:
     """Use our own kernels where earlier trials of this GPU found them fastest, and this process has selected none."""
     outcomes = None if _ATTENTION else kernel_trials.load(Host.here(), device.vendor)
     if outcomes is not None:
+        _take_attention(device, outcomes)
         _trust(kernel_trials.choose(outcomes))
 
 

@@ -390,7 +390,8 @@ def tried(host: Host, vendor: str) -> Iterator[TrialResult]:
 def together(host: Host, waiting: Sequence[KernelTrial]) -> Iterator[TrialResult]:
     """
     Results of trials of one module in one child process. Behind a trial that fails nothing in its process counts, for
-    a GPU may stay broken after a fault: the next child process does the rest.
+    a GPU may stay broken after a fault: the next child process does the rest. A trial that ends its process, or in
+    which the time is over, is repeated as the first of the next one.
     """
     while waiting:
         words = [trial.probe or trial.name for trial in waiting[1:]]
@@ -401,8 +402,11 @@ def together(host: Host, waiting: Sequence[KernelTrial]) -> Iterator[TrialResult
         endings.append(replace(reply, out=parts[-1]))
         done = 0
         for trial, ending in zip(waiting, endings, strict=False):
-            outcome, done = judge(trial, ending), done + 1
+            outcome = judge(trial, ending)
+            if outcome.status == "failed" and done and ending is endings[-1] and reply.code != 0:
+                break  # the time of all was over, or a crash may come from one before: it is tried again as a first
             yield outcome
+            done += 1
             if outcome.status == "failed":
                 break
         waiting = waiting[done:]

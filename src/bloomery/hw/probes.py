@@ -321,7 +321,20 @@ HEAD_WIDTHS = (64, 128)
 KERNEL_TOKENS = 200  # no multiple of a kernel's block, so that edges are computed too
 LONG = {"cpu": 512}
 """Tokens of the attention that is timed; 2048 elsewhere."""
-NOT_HERE = ("No available kernel", "No viable backend", "not compiled", "not been compiled", "is not supported")
+NOT_HERE = (
+    "No available kernel",
+    "No viable backend",
+    "not compiled",
+    "not been compiled",
+    "is not supported",
+    "only supports",
+    "not enabled",
+)
+"""Words of errors of a kernel that this build or chip does not have."""
+
+
+def is_not_here(error: RuntimeError) -> bool:
+    return any(words in str(error) for words in NOT_HERE)
 
 
 def launch() -> None:
@@ -383,7 +396,7 @@ def attention(name: str) -> None:
             try:
                 forward_and_back(device, f"heads of {width}", _sdpa, plain_attention, (q, k, v), grad)
             except RuntimeError as error:
-                if not any(words in str(error) for words in NOT_HERE):
+                if not is_not_here(error):
                     raise
                 say(absent=first_line(error))
                 return

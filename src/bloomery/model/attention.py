@@ -141,23 +141,25 @@ class AttentionMask:
         return torch.zeros(mask.shape, device=self.device, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-TOKENS_OF_A_BOUND = 128
-"""Bounds are as many as if segments had this length, or 2ⁿ times as many: compiled code takes few sizes."""
+TOKENS_OF_A_BOUND = 64
+"""Bounds are as many as if all segments had this length: compiled code takes one size, and its memory has a limit."""
 
 
 def segment_bounds(segments: NDArray[np.int64]) -> NDArray[np.int32] | None:
     """
-    Where the segments of rows (B, T) begin, one row after another, and the end of all: 2ⁿ + 1 bounds in int32, of which
-    the last repeats. So a segment without a token follows here and there. None where segments of a row do not rise, for
-    then one may come twice.
+    Where the segments of rows (B, T) begin, one row after another, and the end of all, in int32. The end repeats, up to
+    a number that B and T decide. None where segments of a row do not rise, for then one may come twice, and where they
+    have fewer than TOKENS_OF_A_BOUND tokens on average.
     """
     if (segments[:, 1:] < segments[:, :-1]).any():
         return None
     begins = np.ones(segments.shape, dtype=bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     starts = np.flatnonzero(begins)
-    count = max(len(starts), -(-segments.size // TOKENS_OF_A_BOUND))
-    bounds = np.full((1 << (count - 1).bit_length()) + 1, segments.size, dtype=np.int32)
+    most = max(len(segments), -(-segments.size // TOKENS_OF_A_BOUND))
+    if len(starts) > most:
+        return None
+    bounds = np.full(most + 1, segments.size, dtype=np.int32)
     bounds[: len(starts)] = starts
     return bounds
 

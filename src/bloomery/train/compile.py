@@ -69,6 +69,7 @@ PROGRAMS = 64
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
+SHORT = "the run is short"
 WORTH_SECONDS = 120.0
 """`auto` compiles where all passes of the run take longer: compiling takes 10 to 60 s, and saves up to half of them."""
 
@@ -142,6 +143,9 @@ def decide(
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
+    if verdict.why.startswith(SHORT):  # a longer run asks again
+        info(f"  blocks are not compiled: {verdict.why}")
+        return verdict
     said = "compiled" if verdict.compiled else "not compiled" if known is None else "no longer compiled"
     info(f"  blocks are {said}: {verdict.why}", style="" if verdict.compiled else "yellow")
     core_io.write_json(note, {**_noted(note), str(rows): asdict(verdict)})
@@ -239,7 +243,9 @@ def compile_blocks(
         before = _seconds(trials) if mode == "auto" else 0.0
         ahead = passes * before / max(1, len(trials))
         if mode == "auto" and ahead < WORTH_SECONDS:
-            return Verdict(False, f"all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s")
+            return Verdict(
+                False, f"{SHORT}: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
+            )
         plain = [trial() for trial in trials]
     except RuntimeError as error:
         if sharded or not devices.is_out_of_memory(error):
@@ -351,8 +357,8 @@ class _Kinds:
     refused: set[Hashable] = field(default_factory=set)
 
     def takes(self, x: Tensor, mask: AttentionMask, cache: Any) -> bool:
-        bounds = None if mask.bounds is None else len(mask.bounds)
-        kind = (tuple(x.shape), mask.segments is None, bounds, mask.allowed is None, cache is None)
+        unset = tuple(one is None for one in (mask.segments, mask.bounds, mask.allowed, cache))
+        kind = (tuple(x.shape), *unset)
         if not self.tried:
             self.seen.add(kind)
         elif kind not in self.seen | self.refused:

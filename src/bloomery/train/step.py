@@ -23,6 +23,7 @@ from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials
 from bloomery.hw.distributed import World
 from bloomery.model.attention import segment_bounds
 from bloomery.model.kernels import cpu
@@ -274,7 +275,8 @@ def placed(batch: Batch, device: torch.device) -> "Placed":
     """A micro-batch on a device. What depends on its numbers is found out here, without asking the device."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())
     arrays = [batch.ids, batch.positions] if whole else [batch.ids, batch.positions, batch.segments]
-    bounds = None if whole or not devices.is_gpu(device) else segment_bounds(batch.segments)
+    by_bounds = devices.is_gpu(device) and kernel_trials.may_attend("varlen")
+    bounds = segment_bounds(batch.segments) if by_bounds and not whole else None
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
     last = [] if bounds is None else [torch.from_numpy(bounds)]

@@ -257,7 +257,12 @@ def varlen_attention(device: Device) -> None:
     if device.compute_dtype not in HALF:
         say(absent=f"not for {device.compute_dtype}")
         return
-    documents(device, segment_attention)
+    try:
+        documents(device, segment_attention)
+    except RuntimeError as error:
+        if not probes.is_not_here(error):
+            raise
+        say(absent=probes.first_line(error))
 
 
 def documents(device: Device, attend: Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]) -> None:
