@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,10 +28,10 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection, probes
 from bloomery.hw.device import Device, listed_peak, measured_peak
 from bloomery.model import lora as model_lora
-from bloomery.model.attention import AttentionMask, fused_attention, segment_bounds
+from bloomery.model.attention import AttentionMask, fused_attention
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
 from bloomery.model.kernels import triton
-from bloomery.model.kernels.trials import _dense, _few, _plain_loss, _torchs
+from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss, _torchs
 from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
@@ -144,11 +143,8 @@ def attention_taken(
         torch.randn(rows, count, tokens, 64, device=where, dtype=dtype, requires_grad=True)
         for count in (heads, keys, keys)
     )
-    segments = np.broadcast_to(np.arange(tokens) // (tokens // 3 + 1), (rows, tokens)).copy() if packed else None
-    mask = AttentionMask(num_queries=tokens, num_keys=tokens, device=where)
-    if segments is not None and (bounds := segment_bounds(segments)) is not None:
-        there, ends = (torch.from_numpy(one).to(where) for one in (segments, bounds))
-        mask = replace(mask, segments=there, bounds=ends, _made={})
+    plain = AttentionMask(num_queries=tokens, num_keys=tokens, device=where)
+    mask = _documents(tokens, where, rows, tokens // 3 + 1) if packed else plain
     visible = mask.mask()[:, None] if packed else None
     choice = torch._fused_sdp_choice(q, k, v, visible, 0.0, not packed, enable_gqa=heads != keys)
     row: dict[str, Any] = {"heads": f"{heads}/{keys}", "packed": packed, "dtype": str(dtype).removeprefix("torch.")}

@@ -126,7 +126,8 @@ class Transformer(nn.Module):
         each row, and a row is one segment, which is faster. `bounds` are those of the segments, for GPUs: see
         `attention.segment_bounds`.
         """
-        return self._run(ids, positions, segments, None, None, bounds)
+        with self._computing(ids.device):
+            return self._run(ids, positions, segments, None, None, bounds)
 
     def extend(
         self,
@@ -142,7 +143,8 @@ class Transformer(nn.Module):
         `mask` says which of all S tokens are visible; by default all earlier tokens are. Positions start at the
         cache's length unless given, or the cache has them.
         """
-        hidden = self._run(ids, cache.positions if positions is None else positions, None, mask, cache)
+        with self._computing(ids.device):
+            hidden = self._run(ids, cache.positions if positions is None else positions, None, mask, cache)
         cache.length += ids.shape[1]
         return hidden
 
@@ -173,18 +175,6 @@ class Transformer(nn.Module):
         mask: Tensor | None,
         cache: Cache | None,
         bounds: Tensor | None = None,
-    ) -> Tensor:
-        with self._computing(ids.device):
-            return self._computed(ids, positions, segments, mask, cache, bounds)
-
-    def _computed(
-        self,
-        ids: Tensor,
-        positions: Tensor | None,
-        segments: Tensor | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-        bounds: Tensor | None,
     ) -> Tensor:
         config, x, before = self.config, self.embed(ids), cache.length if cache else 0
         if positions is None:

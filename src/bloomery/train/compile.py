@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,7 +69,6 @@ PROGRAMS = 64
 
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
-SHORT = "the run is short"
 WORTH_SECONDS = 120.0
 """`auto` compiles where all passes of the run take longer: compiling takes 10 to 60 s, and saves up to half of them."""
 
@@ -81,6 +80,8 @@ FAILURES = (RuntimeError, TimeoutError, OSError, ImportError, subprocess.Subproc
 class Verdict:
     compiled: bool
     why: str
+    lasts: bool = True
+    """Whether a resumed run keeps to it. A longer run asks again whether compiling is worth its time."""
 
 
 RowCount = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
@@ -143,12 +144,10 @@ def decide(
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
-    if verdict.why.startswith(SHORT):  # a longer run asks again
-        info(f"  blocks are not compiled: {verdict.why}")
-        return verdict
     said = "compiled" if verdict.compiled else "not compiled" if known is None else "no longer compiled"
-    info(f"  blocks are {said}: {verdict.why}", style="" if verdict.compiled else "yellow")
-    core_io.write_json(note, {**_noted(note), str(rows): asdict(verdict)})
+    info(f"  blocks are {said}: {verdict.why}", style="yellow" if verdict.lasts and not verdict.compiled else "")
+    if verdict.lasts:
+        core_io.write_json(note, {**_noted(note), str(rows): {"compiled": verdict.compiled, "why": verdict.why}})
     return verdict
 
 
@@ -243,9 +242,8 @@ def compile_blocks(
         before = _seconds(trials) if mode == "auto" else 0.0
         ahead = passes * before / max(1, len(trials))
         if mode == "auto" and ahead < WORTH_SECONDS:
-            return Verdict(
-                False, f"{SHORT}: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
-            )
+            why = f"the run is short: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
+            return Verdict(False, why, lasts=False)
         plain = [trial() for trial in trials]
     except RuntimeError as error:
         if sharded or not devices.is_out_of_memory(error):

@@ -193,16 +193,7 @@ def test_the_peak_on_an_h100_is_as_traced(
     preset: str, vocab_size: int, accumulates: bool, kernels: frozenset[str], gib: float, error: float
 ) -> None:
     """32 rows of 1,024 tokens in plain blocks, by kernels that won their trials: benchmarks/results/gpu_h100.json."""
-    taken = TracedStep(
-        model=build(ModelConfig, PRESETS[preset].config | {"context_length": 1024}),
-        vocab_size=vocab_size,
-        optimizer=AdamW(),
-        activation_checkpointing="none",
-        precision=torch.bfloat16,
-        rows=32,
-        accumulates=accumulates,
-        on_processor=False,
-        logits_chunk_bytes=2**30,
-        kernels=kernels,
-    )
+    model = build(ModelConfig, PRESETS[preset].config | {"context_length": 1024})
+    taken = step(model, rows=32, accumulates=accumulates, on_processor=False, kernels=kernels)
+    taken = replace(taken, vocab_size=vocab_size, logits_chunk_bytes=2**30)
     assert trace(taken).peak / 2**30 == pytest.approx(gib, rel=error)

@@ -291,12 +291,13 @@ def documents(device: Device, attend: Callable[[Tensor, Tensor, Tensor, Attentio
     )
 
 
-def _documents(tokens: int, device: torch.device) -> AttentionMask:
-    segments = (torch.arange(tokens) // DOCUMENT_TOKENS)[None]
+def _documents(
+    tokens: int, device: torch.device, rows: int = 1, document_tokens: int = DOCUMENT_TOKENS
+) -> AttentionMask:
+    segments = (torch.arange(tokens) // document_tokens).repeat(rows, 1)
     bounds = segment_bounds(segments.numpy())
-    assert bounds is not None
-    there, ends = (one.to(device) for one in (segments, torch.from_numpy(bounds)))
-    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=there, bounds=ends)
+    ends = None if bounds is None else torch.from_numpy(bounds).to(device)
+    return AttentionMask(num_queries=tokens, num_keys=tokens, device=device, segments=segments.to(device), bounds=ends)
 
 
 TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
