@@ -198,6 +198,30 @@ def test_ranks_that_are_asked_to_stop_while_they_start_are_no_failure(shards: Pa
     assert parent.wait(timeout=60) == 143
 
 
+def test_a_rank_that_waits_for_one_that_was_stopped_before_it_started_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 100.0)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(100)"
+    starts = "import time; print(flush=True); time.sleep(100)"
+    commands = [[sys.executable, "-c", code] for code in (deaf, starts)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline()
+        stop = StopRequest()
+        stop.asked, stop.saves = True, True
+        with pytest.raises(Terminated):
+            launch._watch(processes, tmp_path, stop)
+        assert processes[0].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
 def test_a_rank_that_the_others_gave_up_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library for GPUs aborts the ranks that wait, and the cause is the rank that runs on."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)

@@ -259,6 +259,8 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     deadline = time.monotonic() + GRACE_SECONDS
 
     def may_go_on() -> bool:
+        if stop.asked and _ended_before_start(processes, folder):
+            return False  # those that started wait for it, deaf to signals, and have trained nothing
         return time.monotonic() < deadline or (processes[0].poll() is None and (folder / launcher.BUSY).exists())
 
     _wait(processes, stop, may_go_on)
@@ -280,6 +282,12 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
         raise min(failures, key=lambda failure: (isinstance(failure[0], RankLostError), failure[1]))[0]
     stop.check()
+
+
+def _ended_before_start(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> bool:
+    """Whether SIGTERM ended a rank that did not handle it yet: without that rank, none has begun."""
+    ended = (rank for rank, process in enumerate(processes) if process.poll() == -signal.SIGTERM)
+    return any(not (folder / f"{rank}.json").exists() for rank in ended)
 
 
 def _stuck(codes: Sequence[int | None]) -> list[int]:
