@@ -208,7 +208,8 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_it_started_is_not_wai
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     try:
         for process in processes:
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout is not None
+            assert process.stdout.readline()
         stop = StopRequest()
         stop.asked, stop.saves = True, True
         with pytest.raises(Terminated):
