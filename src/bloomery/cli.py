@@ -726,7 +726,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
     from bloomery.weights import export as exports
-    from bloomery.weights import locate
+    from bloomery.weights import hf, locate
 
     path = locate.locate_model(options.model)
     if options.push is not None and options.format not in ("hf", "peft"):
@@ -735,8 +735,9 @@ def export(options: argparse.Namespace) -> int:
         written = exports.write_adapters(path, options.out, options.license)
     else:
         shard_bytes = int(options.shard_size * 10**9)
-        loaded = exports.load(path, options.format, options.dtype)
-        written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes, options.license)
+        written = exports.write(
+            hf.streamed(path), options.out, options.format, options.dtype, shard_bytes, options.license
+        )
     if options.push is not None:
         written["address"] = exports.push(options.out, options.push, public=options.public)
     if options.json:

@@ -15,7 +15,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.weights import gguf, hf, llmc
+from bloomery.weights import export, gguf, hf, llmc
 from bloomery.weights.hf import Lineage
 from bloomery.weights.opened import GGUF_SUFFIX
 from bloomery.weights.safetensors import save_sharded
@@ -87,6 +87,34 @@ def test_norms_without_weights_are_exported_with_weights_of_one_and_biases_of_ze
     ids = random_ids(2, 30, 0, small().vocab_size)
     with torch.no_grad():
         assert float((other(ids).logits - scores(model, ids)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("hf", "bfloat16"), ("gguf", "q8_0"), ("gguf", "q4_0"), ("llmc", "float32")]
+)
+@pytest.mark.parametrize("case", ["Llama", "fused", "without weights of norms", "quantized"])
+def test_weights_that_stay_in_their_files_are_exported_as_those_of_a_loaded_model(
+    tmp_path: Path, case: str, form: Any, dtype: Any
+) -> None:
+    if (form == "llmc") != (case == "fused") and form != "hf":
+        pytest.skip("llm.c has GPT-2 alone, and here only that")
+    shape = llmc.shape(32, 2, 4, 40) if case == "fused" else SHAPES[0]
+    saved(tmp_path / "model", shape, **({"norm_affine": False} if case == "without weights of norms" else {}))
+    source = tmp_path / "model"
+    if case == "quantized":
+        export.write(hf.load(source), source := tmp_path / "source.gguf", "gguf", "q8_0")
+    left = hf.streamed(source)
+    assert all(weight.is_meta for weight in left.model.parameters())
+    assert left.weights.keys() == hf.load(source).weights.keys()
+    (tmp_path / "loaded").mkdir()
+    (tmp_path / "left").mkdir()
+    name = "out.gguf" if form == "gguf" else "out"
+    for folder, model in (("loaded", hf.load(source)), ("left", left)):
+        export.write(model, tmp_path / folder / name, form, dtype)
+    files = [path for path in (tmp_path / "loaded").rglob("*") if path.is_file()]
+    assert files
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "left" / file.relative_to(tmp_path / "loaded")).read_bytes(), file
 
 
 def test_what_no_other_program_has_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

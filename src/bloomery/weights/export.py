@@ -1,7 +1,8 @@
 """Models out of this house and into it: `bloomery export` and `bloomery import`."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,32 +16,25 @@ from bloomery.core.errors import CheckpointError, RunError, UnreachableError
 from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
 from bloomery.core.log import info
 from bloomery.core.records import read_record
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import architectures, gguf_writer, hf, llmc, locate, peft, pickled, safetensors
+from bloomery.weights.architectures import TABLES
 from bloomery.weights.card import CARD, Provenance, card, provenance
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
-from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GGUF_SUFFIX, NumberFormat, is_adapter
+from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GGUF_SUFFIX, NumberFormat, is_adapter, own_weights
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 ExportFormat = Literal["hf", "gguf", "llmc"]
 """Formats of whole models; `write_adapters` is for PEFT."""
 ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
-
-
-def load(path: Path, form: ExportFormat, number_format: ExportNumbers) -> Loaded:
-    """
-    A model to be written. Weights are merged and rounded one by one where each of them is written as it is: then the
-    whole model never exists in float32.
-    """
-    short = number_format if number_format in ("bfloat16", "float16") else "float32"
-    as_it_is = form == "hf" and not hf.config_of(path)[0].normalize_head
-    return hf.load(path, dtype=short if as_it_is else "float32")
 
 
 def write(
@@ -52,8 +46,9 @@ def write(
     license: str | None = None,
 ) -> dict[str, Any]:
     """
-    Write a model for another program. Returns what was written: files, architecture and number format. A GGUF file is
-    `out` itself, the other formats are folders. `license` replaces the one that the files of the model state.
+    Write a model for another program, weight by weight: memory holds one of them where the others stay in their files
+    (`hf.streamed`). Returns what was written: files, architecture and number format. A GGUF file is `out` itself, the
+    other formats are folders. `license` replaces the one that the files of the model state.
 
     Raises CheckpointError where it is nothing that the program has, with the choices that it is because of; RunError
     where `out` has files in it.
@@ -71,7 +66,7 @@ def write(
             raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", hint="Take one of these.")
         size = sum(weight.numel() for weight in loaded.model.parameters()) * getattr(torch, number_format).itemsize
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
-        llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
+        llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size, loaded.weights)
         importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
         safetensors.write_sums(out)
         name = "GPT-2 of llm.c"
@@ -81,10 +76,11 @@ def write(
             raise CheckpointError(
                 "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint
             )
-        model = _said_otherwise(loaded.model)
+        model, weights = _said_otherwise(loaded)
         size = sum(weight.numel() for weight in model.parameters()) * getattr(torch, number_format).itemsize
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
-        hf.save(out, model, loaded.language, loaded.lineage, number_format=number_format, shard_bytes=shard_bytes)
+        words, lineage = loaded.language, loaded.lineage
+        hf.save(out, model, words, lineage, number_format=number_format, weights=weights, shard_bytes=shard_bytes)
         name = architectures.architecture(model.config).name
         if name == architectures.BAICHUAN2.name:
             info(f"{out}: transformers loads a {name} with the code of its makers alone", "yellow")
@@ -134,9 +130,10 @@ def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers, source:
     if out.suffix != GGUF_SUFFIX or out.exists():
         why = "exists" if out.exists() else f"is no name that ends with {GGUF_SUFFIX}"
         raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{GGUF_SUFFIX}")
-    model = _said_otherwise(loaded.model)
+    model, weights = _said_otherwise(loaded)
     info(f"{out}: {gguf_writer.size_bytes(model, number_format) / 2**30:.2f} GiB of weights in {number_format}")
-    name = gguf_writer.write(out, model, loaded.tokenizer, _words(loaded, source.license), number_format, out.stem)
+    words = _words(loaded, source.license)
+    name = gguf_writer.write(out, model, loaded.tokenizer, words, number_format, out.stem, weights)
     return {"architecture": name, "number_format": number_format, "files": [out.name]}
 
 
@@ -181,29 +178,46 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     return str(address)
 
 
-def _said_otherwise(model: Transformer) -> Transformer:
+def _said_otherwise(loaded: Loaded) -> tuple[Transformer, Mapping[str, Tensor]]:
+    """The same computation in a shape that others have, and its weights."""
+    config = architectures.exported(loaded.model.config)
+    if config == loaded.model.config and not config.normalize_head:
+        return loaded.model, loaded.weights
+    other = on_meta(config, loaded.model.vocab_size)
+    return other.eval(), _OtherWeights(own_weights(other), loaded.weights, loaded.model.config.normalize_head)
+
+
+@dataclass(frozen=True)
+class _OtherWeights(Mapping[str, Tensor]):
     """
-    The same computation in a shape that others have: norms without weights get weights of 1, and biases of 0. Rows of
-    a head that is normalized get length 1.
+    Weights of a model that is said otherwise: norms that have none get weights of 1, and biases of 0. Rows of a head
+    that is normalized get length 1.
     """
-    config = architectures.exported(model.config)
-    if config == model.config and not config.normalize_head:
-        return model
-    other = Transformer(config, model.vocab_size)
-    weights: Mapping[str, torch.Tensor] = model.state_dict()
-    with torch.no_grad():
-        for name, weight in other.state_dict().items():
-            weight.copy_(weights[name]) if name in weights else weight.fill_(0.0 if name.endswith("bias") else 1.0)
-        other.head.weight.copy_(model.head_rows())
-    return other.eval()
+
+    shapes: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    normalizes_head: bool
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == TABLES[1] and self.normalizes_head:
+            return F.normalize(self.weights[name].float())
+        if name in self.weights:
+            return self.weights[name]
+        return torch.full(self.shapes[name].shape, 0.0 if name.endswith("bias") else 1.0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
     A model to import: a folder as transformers saves it, a GGUF file, hub:OWNER/NAME, or weights that PyTorch pickled,
-    each in its own number format. Checkpoints of 1386.ai and model files of llm.c have their tokenizer in the same
-    folder, or it is named; the latter become float32. Raises CheckpointError and DataError, which say what cannot be
-    read and why.
+    each in its own number format, and left in its files. Checkpoints of 1386.ai and model files of llm.c have their
+    tokenizer in the same folder, or it is named; the latter become float32. Raises CheckpointError and DataError, which
+    say what cannot be read and why.
     """
     is_made_first = is_of_hub(source) or pickled.is_named(source)
     lacks_tokenizer = pickled.needs_tokenizer(source) and source.is_file()
@@ -214,7 +228,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
         if tokenizer is not None and not lacks_tokenizer:
             hint = "Leave --tokenizer out: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
-        return hf.load(path, dtype="auto")
+        return hf.streamed(path, "auto")
     safetensors.verify(source.parent, source.name)
     source_model = llmc.read(source)
     file = tokenizer or _beside(source)
@@ -244,9 +258,9 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    dtype = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    dtype = str(loaded.weights[TABLES[0]].dtype).removeprefix("torch.")
     number_format: NumberFormat = dtype  # type: ignore[assignment]
-    hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
+    hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format, weights=loaded.weights)
     if (path := loaded.folder / CARD).is_file():
         shutil.copyfile(path, out / CARD)  # it states the license
     parameters = sum(weight.numel() for weight in loaded.model.parameters())

@@ -28,6 +28,7 @@ from bloomery.weights import architectures
 from bloomery.weights.architectures import gathered
 from bloomery.weights.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Sizes, llama3_factors, reordered
 from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout
+from bloomery.weights.opened import own_weights
 from bloomery.weights.safetensors import rounded
 
 import torch
@@ -70,19 +71,26 @@ class _Planned:
 
 def size_bytes(model: Transformer, number_format: GGUFFormat) -> int:
     """How many bytes the tensors of a file have. Raises CheckpointError for a model that GGUF does not have."""
-    return sum(tensor.size_bytes for tensor in _planned(model, number_format, "the model"))
+    return sum(tensor.size_bytes for tensor in _planned(model, number_format, "the model", {}))
 
 
 def write(
-    file: Path, model: Transformer, tokenizer: Tokenizer, words: GGUFWords, number_format: GGUFFormat, name: str
+    file: Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    words: GGUFWords,
+    number_format: GGUFFormat,
+    name: str,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> str:
     """
-    Write a model as a GGUF file that is whole or absent. Returns the architecture, as GGUF calls it. Raises
+    Write a model as a GGUF file that is whole or absent. `weights` stand in for those of the model, as in `hf.save`.
+    Returns the architecture, as GGUF calls it. Raises
     CheckpointError for a model or a tokenizer that llama.cpp does not have, and for numbers that the format does not.
     """
     where = str(file)
     arch, _ = _layout(model, where)
-    planned = _planned(model, number_format, where)
+    planned = _planned(model, number_format, where, own_weights(model) if weights is None else weights)
     for tensor in planned:
         _check_range(tensor, where)
     writer = package.GGUFWriter(None, arch)
@@ -148,7 +156,9 @@ def _sizes(model: Transformer) -> Sizes:
     )
 
 
-def _planned(model: Transformer, number_format: GGUFFormat, where: str) -> list[_Planned]:
+def _planned(
+    model: Transformer, number_format: GGUFFormat, where: str, weights: Mapping[str, Tensor]
+) -> list[_Planned]:
     """The tensors of a file, in order, none of which is made yet."""
     _, layout = _layout(model, where)
     sizes = _sizes(model)
@@ -157,23 +167,21 @@ def _planned(model: Transformer, number_format: GGUFFormat, where: str) -> list[
         for pattern, theirs, _ in layout.theirs()
         for number in (range(sizes.layers) if "{}" in pattern else (0,))
     }
-    weights: dict[str, Tensor] = model.state_dict()
-    own = [name for name in weights if not (model.config.tie_embeddings and name == "head.weight")]
+    shapes = {name: weight.to("meta") for name, weight in own_weights(model).items()}
     planned = []
 
-    def making(piece: architectures.WeightMapping, name: str) -> Callable[[], Tensor]:
+    def making(piece: architectures.WeightMapping, name: str, weights: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         def make() -> Tensor:
             tensor = reordered(gathered(piece, weights), name, layout, sizes, inward=False)
             return tensor.float() + 1.0 if layout.shifted and name.endswith("norm.weight") else tensor
 
         return make
 
-    for piece in architectures.architecture(model.config).pieces(own):
+    for piece in architectures.architecture(model.config).pieces(list(shapes)):
         if (name := names.get(piece.theirs)) is None:
             raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Export to hf instead.")
-        make = making(piece, name)
-        shape = tuple(make().shape)
-        planned.append(_one(name, _kind(name, shape, number_format), shape, make))
+        shape = tuple(making(piece, name, shapes)().shape)
+        planned.append(_one(name, _kind(name, shape, number_format), shape, making(piece, name, weights)))
     if (factors := _rope_factors(model)) is not None:
         planned.append(_one(FACTORS[0], Kind.F32, tuple(factors.shape), lambda: factors))
     return planned

@@ -50,12 +50,13 @@ from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import safetensors
-from bloomery.weights.architectures import WeightMapping, gathered
+from bloomery.weights.architectures import TABLES, WeightMapping, gathered
 from bloomery.weights.opened import (
     ADAPTER_CONFIG,
     GGUF_SUFFIX,
     NumberFormat,
     OpenedModel,
+    StoredWeights,
     TakeWeight,
     WeightChange,
     again,
@@ -255,6 +256,13 @@ class Loaded:
     language: ModelLanguage
     lineage: Lineage
     folder: Path
+    stored: Mapping[str, Tensor] | None = None
+    """The weights, where they stay in their files and the model has none (`streamed`)."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Weights by name, without a tied head, which is the embedding. Those in files are read when asked for."""
+        return own_weights(self.model) if self.stored is None else self.stored
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -287,11 +295,11 @@ def save(
     that opens the next document, as it has learned, and has no chat template.
 
     Without a number format, each tensor keeps its own. `weights`, by our names, stand in for those of the model:
-    copies, or such as were gathered from ranks. Raises CheckpointError where one of them holds what the number format
-    does not.
+    copies, such as were gathered from ranks, or such as stay in their files until they are written. Raises
+    CheckpointError where one of them holds what the number format does not.
     """
     kind, own = weights_architectures.architecture(model.config), own_weights(model)
-    tensors = own if weights is None else {name: weights[name] for name in own}
+    tensors = own if weights is None else weights
     form: torch.dtype | None = None if number_format is None else getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
     makers = {one.theirs: partial(_made, one, tensors, form, where) for one in pieces}
@@ -377,6 +385,17 @@ def load(
     return replace(loaded, language=replace(loaded.language, tokenizer=chat.tokenizer, chat=chat))
 
 
+def streamed(path: Path, dtype: LoadFormat = "float32") -> Loaded:
+    """
+    As `load`, but the weights are read, checked, and left in their files: `Loaded.weights` reads each again when it is
+    asked for. `dtype` is the number format of quantized GGUF blocks, of those alone.
+    """
+    loaded = _loaded(path, _Kept("cpu", dtype, "float32", streams=True), ())
+    if path.is_dir():
+        safetensors.verify(path)
+    return loaded
+
+
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
     if is_adapter(path):
@@ -415,9 +434,22 @@ class _Kept:
     base: Base
     change: WeightChange | None = None
     take: TakeWeight | None = None
+    streams: bool = False
+    """Whether weights are left in their files."""
 
     def filled(self, opened: OpenedModel, num_ids: int) -> Transformer:
-        return filled(opened, num_ids, self.dtype, self.device, self.base, self.change, self.take)
+        change, take = (self._tables_changed, _left) if self.streams else (self.change, self.take)
+        return filled(opened, num_ids, self.dtype, self.device, self.base, change, take)
+
+    def stored(self, opened: OpenedModel, model: Transformer) -> Mapping[str, Tensor] | None:
+        return StoredWeights(opened, model, self.dtype, self.change) if self.streams else None
+
+    def _tables_changed(self, name: str, weight: Tensor) -> Tensor:
+        return weight if self.change is None or name not in TABLES else self.change(name, weight)
+
+
+def _left(model: Transformer, name: str, weight: Tensor, kept_as: str, base: Base) -> None:
+    """A weight that was read and checked, and stays in its file."""
 
 
 def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
@@ -439,7 +471,7 @@ def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         model = kept.filled(opened, opened.rows)
         template = None if words.chat is None else words.chat.hash
         lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
-    return Loaded(model.eval(), words, lineage, path)
+    return Loaded(model.eval(), words, lineage, path, kept.stored(opened, model))
 
 
 def _language(opened: OpenedModel) -> ModelLanguage:

@@ -96,10 +96,12 @@ def write(
     model: Transformer,
     number_format: Literal["float32", "bfloat16"] = "float32",
     num_ids: int | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """
-    Write a model, its table of ids padded with zeros. Rows beyond the `num_ids` of its tokenizer are left out. Raises
-    CheckpointError for one that is no GPT-2 of llm.c.
+    Write a model, its table of ids padded with zeros. Rows beyond the `num_ids` of its tokenizer are left out.
+    `weights` stand in for those of the model, as in `hf.save`. Raises CheckpointError for one that is no GPT-2 of
+    llm.c.
     """
     if odd := unlike(model.config):
         hint = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m". `bloomery export MODEL OUT --format hf` knows more.'
@@ -119,7 +121,8 @@ def write(
         padded,
     )
     header[: len(shown)] = shown
-    weights: Mapping[str, Tensor] = model.state_dict()
+    if weights is None:
+        weights = model.state_dict()
     form: torch.dtype = getattr(torch, number_format)
     with whole_file(file) as opened:
         opened.write(header.tobytes())

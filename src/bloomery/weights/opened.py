@@ -24,7 +24,7 @@ from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.tokenizer import MAX_IDS
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, spread
+from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, spread
 from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
 
 import torch
@@ -179,6 +179,34 @@ def own_weights(model: Transformer) -> dict[str, Tensor]:
 
 WeightChange = Callable[[str, Tensor], Tensor]
 """Of the name and the numbers of a weight: what becomes of it before it takes its format."""
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """
+    The weights of a model that stay in its files, by our names: each is read when it is asked for, and changed. What
+    the model itself holds comes from there: tables that got more rows. Errors are those of `converted`.
+    """
+
+    def __init__(self, opened: OpenedModel, model: Transformer, dtype: LoadFormat, change: WeightChange | None) -> None:
+        self._tensors, self._own, self._change = opened.tensors(dtype), own_weights(model), change
+        self._pieces = {name: piece for piece in opened.kind.pieces(list(self._own)) for name in piece.ours}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not (held := self._own[name]).is_meta:
+            return held
+        weight = dict(_read(self._pieces[name], self._tensors, self._own))[name]
+        return weight if self._change is None else self._change(name, weight)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
 TakeWeight = Callable[[Transformer, str, Tensor, str, Base], None]
 """Takes a weight that was read in place of `put_weight`, and leaves the model its shape."""
 
@@ -301,20 +329,27 @@ def converted(
         tensors, {tensors.stored_name(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings
     )
     for piece in pieces:
-        tensor = tensors.get(piece.theirs)
-        if tensor is None:
-            what = f"{piece.theirs} is missing"
-            raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
-        if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
-            yield piece.ours[0], tensor
-            continue
-        weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
-        places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
-        try:
-            spread(piece, tensor, places)
-        except ValueError as error:
-            raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
-        yield from weights.items()
+        yield from _read(piece, tensors, own, rows)
+
+
+def _read(
+    piece: WeightMapping, tensors: TensorReader, own: Mapping[str, Tensor], rows: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Our weights of one tensor of the files, in the shapes of `own`."""
+    tensor = tensors.get(piece.theirs)
+    if tensor is None:
+        what = f"{piece.theirs} is missing"
+        raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
+    if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
+        yield piece.ours[0], tensor
+        return
+    weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
+    places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
+    try:
+        spread(piece, tensor, places)
+    except ValueError as error:
+        raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
+    yield from weights.items()
 
 
 def _nothing_else(tensors: TensorReader, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
