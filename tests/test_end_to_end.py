@@ -382,11 +382,15 @@ def killed(place: Place, runs: Path, stage: str, seconds: float) -> bool:
     read, write = os.pipe()
     run = warm.python(["-m", "bloomery.cli", *words], env, err=write)
     os.close(write)
+    timer: threading.Timer | None = None
     with open(read, encoding="utf-8") as shown:
         for line in shown:
             if line.startswith(f"▸ {stage}"):
-                threading.Timer(seconds, kill, (run.pid,)).start()
+                timer = threading.Timer(seconds, kill, (run.pid,))
+                timer.start()
     code = run.wait()
+    if timer is not None:
+        timer.cancel()
     assert code in (0, -signal.SIGKILL)
     return code != 0
 
