@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_090,
     "shards": 1_690,
     "model": 4_020,
-    "weights": 5_950,
+    "weights": 6_000,
     "train": 10_030,
     "generate": 1_910,
     "evaluation": 4_760,
