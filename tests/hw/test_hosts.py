@@ -104,6 +104,39 @@ def test_a_host_that_fails_is_named_and_ends_the_others(
     assert left(cluster) == []
 
 
+SAVES = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] != "0":
+    while not (folder / "saves").exists():
+        time.sleep(0.02)
+    sys.exit(2)
+note = pathlib.Path(os.environ["BLOOMERY_RANK_BUSY"])
+note.touch()
+(folder / "saves").touch()
+time.sleep(3)
+(folder / "saved").touch()
+note.unlink()
+time.sleep(60)
+"""
+"""The first rank saves for seconds after all others have failed, and then hangs."""
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.5])
+@pytest.mark.parametrize("names", ["a\nb\n", "a slots=2\n"])
+def test_a_first_rank_that_saves_is_waited_for_longer_than_one_that_hangs(
+    cluster: Path, names: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cluster / "two").write_text(names)
+    monkeypatch.setattr(hosts, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "BUSY_SECONDS", seconds)
+    before = time.monotonic()
+    with pytest.raises(RunError, match="ended with exit code 2"):
+        hosts.start(["-c", SAVES, str(cluster)], cluster / "two")
+    assert (cluster / "saved").exists() == (seconds > 3)
+    assert time.monotonic() < before + 30  # the sleep of a minute is ended
+
+
 STARTER = """
 import sys
 from pathlib import Path

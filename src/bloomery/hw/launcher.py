@@ -131,17 +131,19 @@ def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
 
 
-BUSY, TASK_FOLDER = "busy", "BLOOMERY_RANKS"
-"""A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
+TASK_FOLDER = "BLOOMERY_RANKS"
+"""A variable of the environment: the folder where ranks find their task."""
+BUSY, BUSY_SECONDS = "BLOOMERY_RANK_BUSY", 7200.0
+"""A variable with the path of a file that is there while a rank saves what others would lose; how long it may."""
 
 
 @contextmanager
 def busy() -> Iterator[None]:
     """While the block runs, the process that started this rank does not end it because others have failed."""
-    if TASK_FOLDER not in os.environ:
+    if BUSY not in os.environ:
         yield
         return
-    note = Path(os.environ[TASK_FOLDER]) / BUSY
+    note = Path(os.environ[BUSY])
     note.touch()
     try:
         yield
