@@ -153,14 +153,18 @@ def by_first_process(work: Callable[[], None]) -> None:
 def follow() -> None:
     """What ranks but the first do under torchrun: take part in what the first hands out, until it is done."""
     console.quiet = True
-    while (rank_task := distributed.handed_out(number := len(_handed_out)))["function"]:
-        _take_part(number, rank_task["function"], rank_task["task"])
+    try:
+        while (rank_task := distributed.handed_out(number := len(_handed_out)))["function"]:
+            _take_part(number, rank_task["function"], rank_task["task"])
+    finally:
+        distributed.leave()
 
 
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
     distributed.hand_out(len(_handed_out), {"function": ""})
     distributed.stop_watching()
+    distributed.wait_for_readers()
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
