@@ -349,7 +349,9 @@ def test_the_processes_of_a_job_meet_where_those_of_another_do_not(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_launcher_of_one_machine_is_found_above_scripts(tmp_path: Path) -> None:
     """This test starts two ranks, one by a script, as mpirun of MPICH would; a job of it has no other name."""
-    code = "import os; from bloomery.hw import launcher; e = dict(os.environ); launcher.adopt(e); print(e['MASTER_PORT'])"
+    code = (
+        "import os; from bloomery.hw import launcher; e = dict(os.environ); launcher.adopt(e); print(e['MASTER_PORT'])"
+    )
     words = [sys.executable, "-c", code]
     (tmp_path / "script").write_text('#!/bin/sh\n"$@"\nexit 0\n')
     ports = set()

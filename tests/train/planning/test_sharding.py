@@ -21,6 +21,7 @@ from bloomery.stages.run_report import run_recipe
 from bloomery.train.config import AdamW, AdamW8bit, Mesh, Training
 from bloomery.train.plan.memory import of_entry, of_memory
 from bloomery.train.plan.sharding import MATMUL_BYTES, ShardingPlan, ShardingRequest, sharded
+from tests.train.planning.made import card, plan
 from tests.two_stages import STAGES, Section
 
 SMALL = ModelConfig(
@@ -126,6 +127,19 @@ def test_plans_of_known_machines() -> None:
     assert of_preset("llama-3.1-8b", "rtx-4090", None, dp_shard=full.needed).fits
     assert of_preset("baichuan2-13b", "rtx-4080", "nf4", tokens=512, dp_shard=2).fits
     assert not of_preset("baichuan2-13b", "rtx-4080", "bfloat16", tokens=512, dp_shard=2).fits
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4"])
+def test_without_a_preset_a_mesh_of_adapters_is_planned_in_parts_as_with_one(base: str) -> None:
+    """Which is what each device trains, frozen base included."""
+    lora = {"rank": 8, "base_dtype": base}
+    made = plan(
+        *(SMALL, 512, card("rtx-4090", 4)), finetune=True, num_processes=4, mesh={"dp_shard": 4}, lora=lora, tokens=4096
+    )
+    parts = small(Lora(rank=8, base_dtype=base), dp_shard=4).memory
+    assert made.choice.needs.weights == pytest.approx(parts.weights, rel=0.01)
+    assert made.choice.needs.optimizer == pytest.approx(parts.optimizer, rel=0.01)
+    assert [why for one, why in made.others if one.way == made.choice.way] == [""]
 
 
 def test_links_decide_the_speed_where_they_take_longer_than_matmuls() -> None:
