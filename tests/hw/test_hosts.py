@@ -104,6 +104,39 @@ def test_a_host_that_fails_is_named_and_ends_the_others(
     assert left(cluster) == []
 
 
+SAVES = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] != "0":
+    while not (folder / "saves").exists():
+        time.sleep(0.02)
+    sys.exit(2)
+note = pathlib.Path(os.environ["BLOOMERY_RANK_BUSY"])
+note.touch()
+(folder / "saves").touch()
+time.sleep(3)
+(folder / "saved").touch()
+note.unlink()
+time.sleep(60)
+"""
+"""The first rank saves for seconds after all others have failed, and then hangs."""
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.5])
+@pytest.mark.parametrize("names", ["a\nb\n", "a slots=2\n"])
+def test_a_first_rank_that_saves_is_waited_for_longer_than_one_that_hangs(
+    cluster: Path, names: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cluster / "two").write_text(names)
+    monkeypatch.setattr(hosts, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "BUSY_SECONDS", seconds)
+    before = time.monotonic()
+    with pytest.raises(RunError, match="ended with exit code 2"):
+        hosts.start(["-c", SAVES, str(cluster)], cluster / "two")
+    assert (cluster / "saved").exists() == (seconds > 3)
+    assert time.monotonic() < before + 30  # the sleep of a minute is ended
+
+
 STARTER = """
 import sys
 from pathlib import Path
@@ -204,6 +237,7 @@ SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "0",
 }
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}
 OPEN_MPI = {
     f"OMPI_COMM_WORLD_{name}": value
     for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "3411", strict=True)
@@ -286,6 +320,44 @@ def test_the_first_host_of_a_list_of_slurm(nodes: str, first: str) -> None:
 
 
 def test_jobs_meet_at_ports_that_systems_do_not_give_away() -> None:
-    ports = {launcher.port_of(f"{job}.0") for job in range(1000, 1100)}
-    assert all(15_000 <= port < 30_000 for port in ports)
-    assert len(ports) > 90
+    jobs = range(1000, 2000), range(30_000, 31_000), range(4_194_000, 4_195_000)
+    for some in jobs:
+        ports = {launcher.port_of(str(job)) for job in some}
+        ports_of_steps = {launcher.port_of(f"{job}.{step}") for job in some[:100] for step in range(3)}
+        assert (len(ports), len(ports_of_steps)) == (1000, 300)
+        assert all(15_000 <= port < 30_000 for port in ports | ports_of_steps)
+    assert 15_000 <= launcher.port_of("prterun-node-7@1") < 30_000
+
+
+@pytest.mark.parametrize(
+    ("env", "same", "other"),
+    [
+        ({**SLURM, "SLURM_JOB_ID": "78"}, {**SLURM, "SLURM_JOB_ID": "78", "SLURM_PROCID": "0"}, SLURM),
+        ({**MPICH, "PBS_JOBID": "5.a"}, {**MPICH, "PBS_JOBID": "5.a", "PMI_RANK": "3"}, {**MPICH, "PBS_JOBID": "6.a"}),
+    ],
+)
+def test_the_processes_of_a_job_meet_where_those_of_another_do_not(
+    env: dict[str, str], same: dict[str, str], other: dict[str, str]
+) -> None:
+    ports = []
+    for one in (env, same, other):
+        launcher.adopt(adopted := dict(one))
+        ports.append(adopted["MASTER_PORT"])
+    assert ports[0] == ports[1] != ports[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_launcher_of_one_machine_is_found_above_scripts(tmp_path: Path) -> None:
+    """This test starts two ranks, one by a script, as mpirun of MPICH would; a job of it has no other name."""
+    code = (
+        "import os; from bloomery.hw import launcher; e = dict(os.environ); launcher.adopt(e); print(e['MASTER_PORT'])"
+    )
+    words = [sys.executable, "-c", code]
+    (tmp_path / "script").write_text('#!/bin/sh\n"$@"\nexit 0\n')
+    ports = set()
+    for rank, before in enumerate(([], ["sh", str(tmp_path / "script")])):
+        sizes = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), **sizes}
+        done = subprocess.run([*before, *words], env=env, check=True, capture_output=True, text=True)
+        ports.add(int(done.stdout))
+    assert ports == {launcher.port_of(str(os.getpid()))}

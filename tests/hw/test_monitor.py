@@ -1,6 +1,8 @@
 import csv
 import json
 import os
+import pickle
+import shutil
 import sys
 import threading
 import time
@@ -42,6 +44,7 @@ ROCM_SMI = {
         "VRAM Total Used Memory (B)": "7028736",
     },
     "card1": {
+        "Temperature (Sensor edge) (C)": "N/A",
         "Temperature (Sensor junction) (C)": "50.0",
         "Current Socket Graphics Package Power (W)": "200.5",
         "GPU use (%)": "N/A",
@@ -144,6 +147,34 @@ def test_each_source_tells_the_same_four_numbers_in_the_same_units(
     host = machine(tmp_path, files, {name: CommandResult(code=0, out=out) for name, out in replies.items()})
     assert readings(host) == expected
     assert said == []
+
+
+def test_a_gpu_keeps_its_name_when_another_one_vanishes(tmp_path: Path, said: list[str]) -> None:
+    """Cards count in the order of their numbers, so card10 comes after card2."""
+    power = {1: "100", 2: "200", 10: "300"}
+    for card, watts in power.items():
+        files = DISCRETE | {"hwmon/hwmon3/power1_average": f"{watts}000000\n"}
+        host = machine(tmp_path, amd(files, f"sys/class/drm/card{card}/device"))
+    watch = GpuMonitor(1, None, host)
+    watch._read(watch._sources[0])
+    assert {gpu: one["power_watts"] for gpu, one in watch.take().items()} == {"amd0": 100, "amd1": 200, "amd2": 300}
+    shutil.rmtree(tmp_path / CARD)
+    watch._read(watch._sources[0])
+    assert {gpu: one["power_watts"] for gpu, one in watch.take().items()} == {"amd1": 200, "amd2": 300}
+    smi = {"amd-smi": [AMD_SMI_GPU | {"gpu": 3}], "rocm-smi": {"card3": ROCM_SMI["card0"]}}
+    for tool, reply in smi.items():
+        host = machine(tmp_path / tool, {"dev/kfd": ""}, {tool: CommandResult(code=0, out=json.dumps(reply))})
+        assert list(readings(host)) == ["amd3"]
+    assert said == []
+
+
+def test_what_a_monitor_keeps_does_not_grow_with_its_readings(tmp_path: Path) -> None:
+    watch, sizes = GpuMonitor(1, None, machine(tmp_path, amd(DISCRETE))), set()
+    for _ in range(20):
+        watch._read(watch._sources[0])
+        sizes.add(len(pickle.dumps(watch._since)))
+    assert len(sizes) == 1
+    assert watch.take()["amd0"]["power_watts"] == 303
 
 
 @pytest.mark.parametrize(

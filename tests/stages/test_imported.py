@@ -24,6 +24,7 @@ from tests.calling import Call
 from tests.model.made import lively
 from tests.shards.test_foreign import by_hand, rows
 from tests.tokenizer.made import small
+from tests.train.made import lines
 
 import torch
 
@@ -140,6 +141,39 @@ def test_training_starts_from_the_weights_of_a_folder(tmp_path: Path) -> None:
     assert pipeline.plan_stages(STAGES, config.load(Recipe, other), tmp_path / "run")[2].folder != plans[2].folder
 
 
+def test_over_a_mesh_each_process_reads_its_slices_of_the_folder_alone(tmp_path: Path) -> None:
+    recipe, model = starting_from(tmp_path / "theirs", padding=3)
+    section = config.load(Recipe, recipe, ["pretrain.mesh.dp_shard=2", "pretrain.num_processes=2"]).pretrain
+    assert section is not None
+    parts = []
+    for rank in range(2):
+        started, own = pretrain.start(section, small(), World(rank, 2))
+        assert all(weight.is_meta for weight in started.parameters())
+        assert own is not None
+        parts.append(own._parts)
+    for name, weight in model.named_parameters():
+        slices = [of_rank[name] for of_rank in parts]
+        assert slices[0].shape[0] == -(-weight.shape[0] // 2)
+        assert torch.equal(torch.cat(slices), weight), name
+        assert all(slice.untyped_storage().nbytes() == slice.nbytes for slice in slices), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
+def test_two_processes_that_read_their_slices_learn_what_one_process_learns(tmp_path: Path) -> None:
+    recipe, _ = starting_from(tmp_path / "theirs")
+    words = ['pretrain.device="cpu"', "pretrain.log_every=1", 'pretrain.precision="float32"']
+    plans = pipeline.plan_stages(STAGES, config.load(Recipe, recipe, words), tmp_path / "run")
+    pipeline.execute(plans, until="pretrain")
+    folders = {plan.stage.name: plan.folder for plan in plans}
+    over = config.load(Recipe, recipe, [*words, "pretrain.mesh.dp_shard=2", "pretrain.num_processes=2"]).pretrain
+    assert over is not None
+    pretrain.run(over, {name: folders[name] for name in ("tokenizer", "shard")}, tmp_path / "mesh")
+    losses = [[line["loss"] for line in lines(out, "loss")] for out in (folders["pretrain"], tmp_path / "mesh")]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
+
+
 def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Path) -> None:
     recipe, _ = starting_from(tmp_path / "theirs", norm_eps=1e-3)
     section = config.load(Recipe, recipe).pretrain
@@ -160,7 +194,7 @@ def test_a_cycle_of_layers_may_be_said_in_full(tmp_path: Path) -> None:
     for windows, fits in ((("full", "full", "full"), True), (("full", 8), True), ((8, "full"), False)):
         said = section.model.model_copy(update={"sliding_window": windows})
         if fits:
-            started = pretrain.start(section.model_copy(update={"model": said}), small(), World.alone())
+            started, _ = pretrain.start(section.model_copy(update={"model": said}), small(), World.alone())
             assert started.state_dict().keys() == model.state_dict().keys()
         else:
             with pytest.raises(CheckpointError, match=r"has sliding_window = \('full',\), not \(8, 'full'\)"):

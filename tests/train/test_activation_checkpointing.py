@@ -1,18 +1,24 @@
+from collections.abc import Iterator
+
 import pytest
 
 from bloomery.core import native
+from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
-from bloomery.train.config import Level
+from bloomery.train.config import Level, Mesh
 from bloomery.train.plan.memory import activation_bytes_per_token
+from bloomery.train.plan.sharding import computed_shape
 from bloomery.train.step import accumulate_gradients
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
-from tests.train.made import on_cpu, random_batch
+from tests.train.made import on_cpu, processor, random_batch
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS: list[Level] = ["none", "selective", "full"]
@@ -60,7 +66,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for one in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(one, Tensor):
-                storage = one.untyped_storage()
+                storage = fsdp.local(one).untyped_storage()
                 self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         return out
 
@@ -72,12 +78,14 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 WIDE = ModelConfig(hidden_size=64, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=176, context_length=64)
 
 
-def held_bytes_per_token(level: Level, dtype: torch.dtype) -> float:
+def held_bytes_per_token(level: Level, dtype: torch.dtype, tp: int = 1) -> float:
     """What a forward pass leaves for the backward pass, without what does not grow with the batch."""
     found = list[int]()
     for rows in (4, 8):
         model = Transformer(WIDE, VOCAB_SIZE)
         model.initialize(0)
+        if tp > 1:
+            fsdp.shard(model, World(0, tp), processor(), Mesh(tp=tp))
         checkpoint_activations(model, level)
         ids = torch.zeros(rows, WIDE.context_length, dtype=torch.long)
         with Alive() as alive, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
@@ -101,3 +109,20 @@ def test_each_level_keeps_less_than_the_one_before_it_and_about_as_much_as_was_p
     assert planned[0] == pytest.approx(measured[0], rel=0.1)
     for kept, plan in zip(measured[1:], planned[1:], strict=True):
         assert kept < plan < kept + 1.1 * measured[0] / WIDE.num_layers, "and a layer while it is computed again"
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is the first, and exchanges nothing with the other, which is not there."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_the_plan_of_tp_counts_all_tokens_between_its_matmuls(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads and inner width each device has its part, so that half of them keeps more than half."""
+    monkeypatch.setattr(native, "library", lambda name: None)
+    cut, whole = (held_bytes_per_token("none", torch.float32, tp) for tp in (2, 1))
+    planned = activation_bytes_per_token(computed_shape(WIDE, 2), "none", 4)
+    assert planned == pytest.approx(cut, rel=0.1)
+    assert cut > 0.6 * whole

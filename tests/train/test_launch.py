@@ -2,17 +2,19 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.signals import StopRequest, Terminated
-from bloomery.hw import launcher
+from bloomery.hw import distributed, launcher
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
@@ -100,6 +102,34 @@ def test_a_frozen_rank_is_named_with_its_collective_and_the_job_ends(
         launch.run("tests.train.test_launch:act", {"do": "freeze", "folder": str(tmp_path)}, ranks=2)
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
+
+
+def be_slow_to_read() -> None:
+    """A rank of srun. The second takes a second to read each message of the first, which has nothing to do."""
+    if os.environ["RANK"] == "1":
+        store = distributed._store()
+
+        def get(key: str) -> bytes:
+            time.sleep(1)
+            read: bytes = store.get(key)
+            return read
+
+        slow = SimpleNamespace(wait=store.wait, set=store.set, get=get)
+        distributed._store = lambda: slow  # type: ignore[assignment]
+    launch.by_first_process(lambda: None)
+
+
+@pytest.mark.slow
+def test_the_first_rank_ends_when_the_others_have_read_its_last_message() -> None:
+    """Its process holds the store, unless torchrun does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    started = [
+        warm.start("tests.train.test_launch:be_slow_to_read", [], {**env, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
+    assert [process.wait(timeout=60) for process in started] == [0, 0]
 
 
 class Broken(CausalLMLoss):

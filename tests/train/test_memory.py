@@ -1,16 +1,17 @@
 """A run whose memory ends."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bloomery.core.errors import HardwareError
+from bloomery.core.errors import HardwareError, RunError
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import step
+from bloomery.train import launch, step
 from bloomery.train.step import retry_on_oom
-from tests.train.made import T, model_bytes, session, stopped
+from tests.train.made import T, lines, model_bytes, session, stopped
 
 import torch
 from torch import nn
@@ -88,3 +89,33 @@ def test_one_row_that_is_too_much_ends_the_run_with_the_hint() -> None:
     with pytest.raises(HardwareError, match="1 rows at once") as raised:
         retry_on_oom(nn.Linear(1, 1), World.alone(), 8, hungry)
     assert "bloomery plan" in raised.value.hint
+
+
+class FullInEvaluation(step.CausalLMLoss):
+    """On the second rank, in the second evaluation."""
+
+    calls = 0
+
+    def losses(self, model: Transformer, *rest: Any) -> step.LossSums:
+        FullInEvaluation.calls += 1
+        if torch.distributed.get_rank() == 1 and FullInEvaluation.calls == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().losses(model, *rest)
+
+
+def full_in_evaluation(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    made = session(Path(task["shards"]), Path(task["out"]), world, parallelism="fsdp", steps=3, eval_every=1)
+    made.validation_loss_function = FullInEvaluation()
+    return made.run()
+
+
+@pytest.mark.slow
+def test_memory_that_ends_in_an_evaluation_of_one_rank_is_named_where_others_wait_for_its_parts(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot try again alone: the others are in the midst of the same evaluation."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
+    task = {"shards": str(shards), "out": str(tmp_path / "out")}
+    with pytest.raises(RunError, match=r"3 rows at once .* CUDA out of memory.*\n.*micro_batch_tokens"):
+        launch.run("tests.train.test_memory:full_in_evaluation", task, 2)
+    assert [line["step"] for line in lines(tmp_path / "out", "loss")] == [1]

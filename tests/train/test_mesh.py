@@ -57,6 +57,12 @@ METHODS: dict[str, Lora | None] = {
     "DoRA, int8": Lora(rank=4, base_dtype="int8", dora=True),
     "bfloat16": Lora(rank=4, base_dtype="bfloat16"),
 }
+READ = (
+    *(METHODS[name] for name in ("DoRA, NF4", "DoRA, int8", "bfloat16")),
+    Lora(dora=True, base_dtype="float32"),
+    None,
+)
+"""What a frozen base is read for. None: for training of all weights."""
 OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "norms that heads share": {"qk_norm": True},
@@ -225,7 +231,7 @@ def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, m
 
 
 @pytest.mark.parametrize("axes", [(1, 4, 1), (2, 2, 2), (1, 1, 4), (1, 3, 1)])
-@pytest.mark.parametrize("adapters", [METHODS["DoRA, NF4"], METHODS["DoRA, int8"], METHODS["bfloat16"], None])
+@pytest.mark.parametrize("adapters", READ)
 def test_each_rank_keeps_of_what_it_reads_its_part_of_the_quantized_whole(
     adapters: Lora | None, axes: tuple[int, int, int]
 ) -> None:

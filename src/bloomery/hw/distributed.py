@@ -48,6 +48,8 @@ PATIENCE = timedelta(days=30)
 """How long a rank waits for the first to have something to train."""
 JOIN = timedelta(minutes=10)
 """How long the ranks of one command may take to find each other."""
+LAST_READ = timedelta(seconds=10)
+"""How long the first waits at its end for ranks that read its last message."""
 LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
 """A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
 SECONDS_BETWEEN_SIGNS = 2.0
@@ -204,6 +206,23 @@ def handed_out(number: int) -> Any:
         return json.loads(_store().get(f"task/{number}"))
 
 
+def leave() -> None:
+    """Tell the first rank that this one reads nothing more of its store, which ends with it."""
+    world = launched_world()
+    assert world is not None
+    with suppress(RuntimeError):  # it has ended
+        _store().set(f"left/{world.rank}", "")
+
+
+def wait_for_readers() -> None:
+    """Wait for a moment until all others have called `leave`. To be called by the first before it ends."""
+    world = launched_world()
+    assert world is not None
+    if not _store_is_elsewhere():
+        with suppress(RuntimeError):  # of one that is gone nothing is heard
+            _store().wait([f"left/{rank}" for rank in range(1, world.size)], LAST_READ)
+
+
 @contextmanager
 def joined(number: int = 0) -> Iterator[World]:
     """
@@ -315,11 +334,16 @@ def open_store() -> tuple[Any, int]:
     return store, port
 
 
+def _store_is_elsewhere() -> bool:
+    """Whether a launcher holds it, and not the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 @cache
 def _store() -> Any:
     """Where the ranks of this process's launcher meet. Cached: a process has one launcher."""
     host, port = launcher.address()
-    elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    elsewhere = _store_is_elsewhere()
     hosts = not elsewhere and os.environ["RANK"] == "0"
     try:
         store = c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=JOIN)

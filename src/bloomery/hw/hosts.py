@@ -9,7 +9,8 @@ the first rank. The command, the folder and the interpreter have the same paths 
 on a file system that all of them see.
 
 ssh hands no signal on. So each host reads its standard input. A line of JSON says what to start. The line "stop" asks
-the ranks to stop, and the end of the input ends them. The end comes also where this process is killed.
+the ranks to stop. After the line "failed" they have as long as if one of theirs had failed, and a first rank that saves
+has longer. The end of the input ends them. The end comes also where this process is killed.
 """
 
 import json
@@ -22,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +117,7 @@ def start(words: Sequence[str], path: Path) -> None:
                 processes.append(process)
                 others = [other.name for other in hosts if other is not host]
                 task = {"command": [*PYTHON, *words], "env": env, "first": first, "ranks": host.ranks}
-                task |= {"others": others[:1], "grace_seconds": GRACE_SECONDS}
+                task |= {"others": others[:1], "seconds": [GRACE_SECONDS, launcher.BUSY_SECONDS]}
                 _say(process, json.dumps(task))
                 first += host.ranks
             asked = False
@@ -127,12 +129,15 @@ def start(words: Sequence[str], path: Path) -> None:
                     for process in processes:
                         _say(process, "stop")
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-            _wait(processes)
+            for process in processes:
+                _say(process, "failed")
+            _wait(processes[1:], GRACE_SECONDS)
+            _wait(processes[:1], launcher.BUSY_SECONDS)  # its host ends ranks that do not save sooner
             codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 _hang_up(process)
-            _wait(processes)
+            _wait(processes, GRACE_SECONDS)
             for process in processes:
                 process.kill()
                 process.wait()
@@ -189,8 +194,8 @@ def _hang_up(process: "subprocess.Popen[bytes]") -> None:
         return
 
 
-def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
+def _wait(processes: "Sequence[subprocess.Popen[bytes]]", seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -209,34 +214,45 @@ def _serve() -> int:
     if (name := interface(task["others"][0] if task["others"] else "127.0.0.1")) is not None:
         env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name, **env}
     env.setdefault("OMP_NUM_THREADS", str(max(1, launcher.cores() // task["ranks"])))
-    processes = []
-    try:
-        for local_rank in range(task["ranks"]):
-            numbers = {"RANK": task["first"] + local_rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": task["ranks"]}
-            rank_env = {**env, **{name: str(number) for name, number in numbers.items()}}
-            command = child.leashed(task["command"])
-            rank = subprocess.Popen(command, env=rank_env, stdin=subprocess.DEVNULL, start_new_session=True)
-            processes.append(rank)
-        codes = _mind(processes, task["grace_seconds"])
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="bloomery-host-") as folder:
+        env[launcher.BUSY] = str(busy := Path(folder) / "busy")
+        try:
+            for local_rank in range(task["ranks"]):
+                numbers = {"RANK": task["first"] + local_rank, "LOCAL_RANK": local_rank}
+                numbers["LOCAL_WORLD_SIZE"] = task["ranks"]
+                rank_env = {**env, **{name: str(number) for name, number in numbers.items()}}
+                command = child.leashed(task["command"])
+                rank = subprocess.Popen(command, env=rank_env, stdin=subprocess.DEVNULL, start_new_session=True)
+                processes.append(rank)
+            codes = _mind(processes, busy, *task["seconds"])
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     bad = [code for code in codes if code is not None and code not in WELL]
     return (bad[0] if bad[0] > 0 else 128 - bad[0]) if bad else max(filter(None, codes), default=0)
 
 
-def _mind(processes: "Sequence[subprocess.Popen[bytes]]", grace_seconds: float) -> list[int | None]:
-    """Wait until all ranks of this host have ended, or one has failed and the others had time, or nobody listens."""
-    deadline = float("inf")
-    while (codes := [process.poll() for process in processes]).count(None) and time.monotonic() < deadline:
-        if any(code not in WELL for code in codes):
+def _mind(
+    processes: "Sequence[subprocess.Popen[bytes]]", busy: Path, grace_seconds: float, busy_seconds: float
+) -> list[int | None]:
+    """
+    Wait until all ranks of this host have ended, or one of any host has failed and the others had time, or nobody
+    listens. As long as the file `busy` is there, they have `busy_seconds` more.
+    """
+    deadline, failed = float("inf"), False
+    while (codes := [process.poll() for process in processes]).count(None):
+        if failed or any(code not in WELL for code in codes):
             deadline = min(deadline, time.monotonic() + grace_seconds)
+        if time.monotonic() >= deadline + busy.exists() * busy_seconds:
+            break
         if not select.select([0], [], [], SECONDS_BETWEEN_LOOKS)[0]:
             continue
         said = os.read(0, 64)
         if not said:
             return [1]
+        failed = failed or b"failed" in said
         if b"stop" in said:
             for process in processes:
                 process.send_signal(signal.SIGTERM)

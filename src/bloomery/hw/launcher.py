@@ -40,6 +40,7 @@ MPI = {
 """Of each mpirun: rank, size, local rank and local size. Intel MPI has the names of MPICH."""
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 """Of a task of srun: rank, size, local rank. A batch script has a SLURM_PROCID too, but no size: it is no task."""
+MAX_PARENTS = 32
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
 """Where jobs meet that name no port: below the ports that systems give to whoever asks for any."""
 
@@ -80,7 +81,8 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
     for tool, names in MPI.items():
         if names[0] in env and names[3] in env:
             rank, size, local_rank, local_size = (_task_number(name, env, tool) for name in names)
-            job, hosts = env.get("PMIX_NAMESPACE", ""), "127.0.0.1" if local_size == size else ""
+            hosts = "127.0.0.1" if local_size == size else ""
+            job = env.get("PMIX_NAMESPACE") or (starter(names[0]) if hosts else _batch_job(env))
             cure = (
                 f"With several machines, hand on the first one's name as MASTER_ADDR, in {tool} by an option of mpirun."
             )
@@ -91,7 +93,7 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
         rank, size, local_rank = (_task_number(name, env, "srun") for name in SLURM)
         local_size = len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else size
         hosts = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-        job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+        job = _batch_job(env)
         cure = "Set MASTER_ADDR to the first host."
     if size == 1:
         return
@@ -114,8 +116,38 @@ def first_host(nodes: str) -> str:
 
 
 def port_of(job: str) -> int:
-    """The port where the processes of a job meet, the same on all of its machines."""
+    """
+    The port where the processes of a job meet, the same on all of its machines. Jobs that run at the same time have
+    numbers near each other. So NUMBER and NUMBER.STEP are not hashed: first steps of near jobs share no port.
+    """
+    if match := re.fullmatch(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?", job):
+        return FIRST_PORT + (int(match[1]) + 1009 * int(match[2] or 0)) % NUM_PORTS
     return FIRST_PORT + int.from_bytes(job.encode(), "big") % NUM_PORTS
+
+
+def _batch_job(env: Mapping[str, str]) -> str:
+    """What a batch system calls this job and step: the same on all machines."""
+    if "SLURM_JOB_ID" in env:
+        return ".".join(filter(None, (env["SLURM_JOB_ID"], env.get("SLURM_STEP_ID"))))
+    return next((env[name] for name in ("PBS_JOBID", "LSB_JOBID", "JOB_ID") if name in env), "")
+
+
+def starter(variable: str, proc: Path = Path("/proc")) -> str:
+    """
+    The process of the launcher of this machine: the first above this one without the variable that it sets, because
+    scripts may stand between. "" where that is not seen.
+    """
+    process = os.getpid()
+    for _ in range(MAX_PARENTS):
+        try:
+            stat = (proc / str(process) / "stat").read_bytes()
+            process = int(stat.rpartition(b")")[2].split()[1])
+            known = (proc / str(process) / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError, IndexError):
+            return ""
+        if not any(line.startswith(f"{variable}=".encode()) for line in known):
+            return str(process)
+    return ""
 
 
 def num_processes(requested: int = 1) -> int:
@@ -131,17 +163,19 @@ def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
 
 
-BUSY, TASK_FOLDER = "busy", "BLOOMERY_RANKS"
-"""A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
+TASK_FOLDER = "BLOOMERY_RANKS"
+"""A variable of the environment: the folder where ranks find their task."""
+BUSY, BUSY_SECONDS = "BLOOMERY_RANK_BUSY", 7200.0
+"""A variable with the path of a file that is there while a rank saves what others would lose; how long it may."""
 
 
 @contextmanager
 def busy() -> Iterator[None]:
     """While the block runs, the process that started this rank does not end it because others have failed."""
-    if TASK_FOLDER not in os.environ:
+    if BUSY not in os.environ:
         yield
         return
-    note = Path(os.environ[TASK_FOLDER]) / BUSY
+    note = Path(os.environ[BUSY])
     note.touch()
     try:
         yield

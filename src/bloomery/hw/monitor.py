@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class GpuMonitor:
         """`table` is a CSV file that gets each reading. With 0 seconds, nothing is read."""
         self._host, self._every, self._table = host or Host.here(), every_seconds, table
         self._sources = sources(self._host) if every_seconds else []
-        self._since: dict[str, list[Reading]] = {}
+        self._since: dict[str, dict[str, list[float]]] = {}
+        """GPU -> of each number since the last call of `take`: how many readings, their sum, and the largest."""
         self._lock, self._ends = threading.Lock(), threading.Event()
         self._said: set[str] = set()
         self._asked: float | None = None
@@ -77,7 +79,14 @@ class GpuMonitor:
             self._say("the library that reads GPUs does not answer; GPUs are no longer read")
         with self._lock:
             since, self._since = self._since, {}
-        return {gpu: _joined(readings) for gpu, readings in since.items()}
+        return {
+            gpu: {
+                name: round(numbers[name][2] if name in HEIGHTS else numbers[name][1] / numbers[name][0], 3)
+                for name in RANGES
+                if name in numbers
+            }
+            for gpu, numbers in since.items()
+        }
 
     def _watch(self) -> None:
         while self._sources and not self._ends.wait(self._every):
@@ -103,7 +112,10 @@ class GpuMonitor:
             kept = {gpu: self._plausible(gpu, reading) for gpu, reading in list(readings.items())[:MAX_GPUS]}
             with self._lock:
                 for gpu, reading in kept.items():
-                    self._since.setdefault(gpu, []).append(reading)
+                    numbers = self._since.setdefault(gpu, {})
+                    for name, value in reading.items():
+                        count, total, largest = numbers.get(name, (0, 0.0, value))
+                        numbers[name] = [count + 1, total + value, max(largest, value)]
             self._write(kept)
             return
 
@@ -139,14 +151,6 @@ class GpuMonitor:
             info(text, "yellow")
 
 
-def _joined(readings: Sequence[Reading]) -> Reading:
-    joined = {}
-    for name in RANGES:
-        if values := [reading[name] for reading in readings if name in reading]:
-            joined[name] = round(max(values) if name in HEIGHTS else sum(values) / len(values), 3)
-    return joined
-
-
 class _UnreadableError(Exception):
     """A source that cannot be used, and why; "" where it is only not there."""
 
@@ -154,8 +158,8 @@ class _UnreadableError(Exception):
 def sources(host: Host) -> list[list[Source]]:
     """For each maker whose driver is there: what can be asked, the best first."""
     asked = list[list[Source]]()
-    if _amd_cards(host):
-        asked.append([_amdgpu, _amd_smi, _rocm_smi])
+    if cards := _amd_cards(host):
+        asked.append([partial(_amdgpu, cards=cards), _amd_smi, _rocm_smi])
     elif host.exists("dev/kfd"):
         asked.append([_amd_smi, _rocm_smi])
     if host.exists("proc/driver/nvidia/version") or host.exists("usr/lib/wsl/lib/libcuda.so.1"):
@@ -164,15 +168,21 @@ def sources(host: Host) -> list[list[Source]]:
 
 
 def _amd_cards(host: Host) -> list[str]:
-    cards = [f"sys/class/drm/{name}/device" for name in host.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
-    return [card for card in cards if host.number(f"{card}/gpu_busy_percent") is not None]
+    names = [name for name in host.names("sys/class/drm") if re.fullmatch(r"card\d{1,9}", name)]
+    cards = [f"sys/class/drm/{name}/device" for name in sorted(names, key=lambda name: int(name[4:]))]
+    return [card for card in cards if _is_there(host, card)]
 
 
-def _amdgpu(host: Host) -> dict[str, Reading]:
-    cards = _amd_cards(host)
-    if not cards:
+def _is_there(host: Host, card: str) -> bool:
+    return host.number(f"{card}/gpu_busy_percent") is not None
+
+
+def _amdgpu(host: Host, cards: Sequence[str]) -> dict[str, Reading]:
+    """Of the cards that were there when the monitor began: a card keeps its name when another one vanishes."""
+    there = {f"amd{index}": card for index, card in enumerate(cards) if _is_there(host, card)}
+    if not there:
         raise _UnreadableError("amdgpu no longer shows its files")
-    return {f"amd{index}": _amdgpu_card(host, card) for index, card in enumerate(cards)}
+    return {gpu: _amdgpu_card(host, card) for gpu, card in there.items()}
 
 
 def _amdgpu_card(host: Host, card: str) -> Reading:
@@ -229,7 +239,7 @@ def _amd_smi(host: Host) -> dict[str, Reading]:
     rows = tree.get("gpu_data") if isinstance(tree, Mapping) else tree
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise _UnreadableError("amd-smi answered something else than a list of GPUs")
-    return {f"amd{index}": _amd_smi_gpu(row) for index, row in enumerate(rows)}
+    return {f"amd{row.get('gpu', index)}": _amd_smi_gpu(row) for index, row in enumerate(rows)}
 
 
 def _amd_smi_gpu(row: Mapping[str, Any]) -> Reading:
@@ -253,12 +263,13 @@ def _rocm_smi(host: Host) -> dict[str, Reading]:
     if not isinstance(tree, Mapping):
         raise _UnreadableError("rocm-smi answered something else than GPUs by name")
     cards = {name: row for name, row in tree.items() if re.fullmatch(r"card\d+", name) and isinstance(row, Mapping)}
-    return {f"amd{index}": _rocm_smi_card(row) for index, row in enumerate(cards.values())}
+    return {f"amd{name[4:]}": _rocm_smi_card(row) for name, row in cards.items()}
 
 
 def _rocm_smi_card(row: Mapping[str, Any]) -> Reading:
     def value(*patterns: str) -> Any:
-        return next((row[key] for pattern in patterns for key in row if re.fullmatch(pattern, key)), None)
+        keys = (key for pattern in patterns for key in row if re.fullmatch(pattern, key))
+        return next((row[key] for key in keys if row[key] not in (None, "N/A")), None)
 
     return _known(
         use=(value(r"GPU use \(%\)"), 0.01),

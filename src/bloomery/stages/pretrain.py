@@ -20,7 +20,7 @@ from bloomery.stages.config import Pretrain, start_digest
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import extension, launch
+from bloomery.train import extension, fsdp, launch
 from bloomery.train.plan.memory import check_shard, rows_at_once, rows_per_step
 from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
@@ -38,7 +38,7 @@ def train(config: Pretrain, inputs: Mapping[str, Path], out: Path, world: World)
     """What each rank does."""
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    model = start(config, tokenizer, world)
+    model, own = start(config, tokenizer, world)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context_length
     samples = course(config, folder, tokenizer.hash)
     lineage = Lineage(
@@ -57,6 +57,7 @@ def train(config: Pretrain, inputs: Mapping[str, Path], out: Path, world: World)
         validation=PackedDataset(folder, "val", length, tokenizer.hash, verify=True),
         out=out,
         world=world,
+        own=own,
         sampler=continuing(renderer),
         evaluations=evaluations(config, tokenizer),
         from_scratch=config.start_from is None,
@@ -112,22 +113,23 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
     return max(num_ids, hf.num_rows(locate.locate_model(folder))) if folder is not None and known else num_ids
 
 
-def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> Transformer:
+def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> tuple[Transformer, fsdp.OwnParts | None]:
     """
-    The model at the first step: initialized from the seed, or read. Of ranks that will hold parts of it, only the first
-    has numbers. Raises CheckpointError where the model that is read has another shape than in the recipe, or another
-    tokenizer than the shards.
+    The model at the first step: initialized from the seed, or read. Of ranks that will hold parts of it, the first one
+    initializes it alone, and each reads its own parts. Raises CheckpointError where the model that is read has another
+    shape than in the recipe, or another tokenizer than the shards.
     """
-    waits = not world.is_first and check_shard(config, world.size)
+    mesh = check_shard(config, world.size)
     if config.start_from is None:
-        if waits:
-            return on_meta(config.model, tokenizer.vocab_size)
+        if mesh is not None and not world.is_first:
+            return on_meta(config.model, tokenizer.vocab_size), None
         model = Transformer(config.model, tokenizer.vocab_size)
         model.initialize(config.seed)
-        return model
+        return model, None
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
     path = locate.locate_model(config.start_from.expanduser())
-    loaded = hf.load(path, dtype=config.weight_dtype, device="meta" if waits else "cpu", special=special)
+    own = None if mesh is None else fsdp.OwnParts(mesh, world.rank)
+    loaded = hf.load(path, dtype=config.weight_dtype, special=special, take=None if own is None else own.take)
     where, shape = str(config.start_from), loaded.model.config
     if loaded.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
@@ -139,7 +141,7 @@ def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> Transformer:
     if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
         hint = "Say in [pretrain.model] what it has; known shapes have a name: preset."
         raise CheckpointError(f"has {'; '.join(other)}", where=where, hint=hint)
-    return loaded.model.train()
+    return loaded.model.train(), own
 
 
 def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> PackedDataset | AnnealedDataset:

@@ -17,7 +17,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import pipeline, records, run_dir
-from bloomery.core.config import nested
+from bloomery.core.errors import ConfigError
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
 from bloomery.core.pipeline import Stage, StagePlan, machine, resolve, versions
@@ -55,12 +55,14 @@ def run_recipe(
     """
     Run what is not done of a recipe in its run folder, as `pipeline.run`; report each stage on the terminal, and write
     the data card and the page. `again` is the command that runs what `until` and `only` leave. Returns these stages.
-    Raises ConfigError for a mesh of another number of processes, and for what it does not train.
+    Raises ConfigError for a stage that is to run over a mesh of another number of processes, and for what a mesh does
+    not train.
     """
-    for config in nested(recipe):
-        if isinstance(config, Training) and config.mesh is not None:
-            lora = getattr(config, "lora", None)
-            check_shard(config, launcher.num_processes(config.num_processes), adapters=lora is not None)
+    for stage in stages:
+        if only in (None, stage.name):
+            _check_mesh(stage, stages, recipe, root)
+        if stage.name == until:
+            break
     began = time.monotonic()
     ran: list[str] = []
 
@@ -96,6 +98,20 @@ def run_recipe(
     seconds = time.monotonic() - began if ran else None
     terminal.ending(run_dir.run_state(root), seconds=seconds, left=left, asked=asked, again=again)
     return left
+
+
+def _check_mesh(stage: Stage, stages: Sequence[Stage], recipe: Any, root: Path) -> None:
+    """Whether the processes can train over the mesh of a stage. One that is done stays as it is."""
+    config = getattr(recipe, stage.name)
+    if not isinstance(config, Training) or config.mesh is None:
+        return
+    try:
+        adapters = getattr(config, "lora", None) is not None
+        check_shard(config, launcher.num_processes(config.num_processes), adapters=adapters)
+    except ConfigError:
+        plans = pipeline.plan_stages(stages, recipe, root, blind=True) if root.is_dir() else []
+        if not any(plan.stage.name == stage.name and plan.fresh for plan in plans):
+            raise
 
 
 def write_page(root: Path) -> Path | None:

@@ -34,7 +34,7 @@ from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train.config import Mesh
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.mesh import check_model, cut
-from bloomery.train.sharding_rules import placement
+from bloomery.train.sharding_rules import placement, rule_of
 from bloomery.weights.opened import put_weight
 
 import torch
@@ -317,6 +317,9 @@ class OwnParts:
             form = module.bias if isinstance(module, QuantizedLinear) else model.get_parameter(name)
             assert form is not None
             self._parts[name] = self._cut(name, weight, ("tp", "dp_shard")).to(form.dtype, copy=True)
+            if self._dora and rule_of(name).adapted:  # a frozen matrix in float32
+                lengths = torch.linalg.vector_norm(weight.float(), dim=1)
+                self._parts[f"{path}.magnitude"] = self._cut(f"{path}.magnitude", lengths, ("tp", "dp_shard")).clone()
             return
         where = placement(name, weight.shape, self._mesh)
         by_rows = tuple(axis for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)) if dim == 0)
@@ -410,6 +413,20 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor. Of one that is spread over ranks, all of them have to ask."""
     full_tensor: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full_tensor.detach()
+
+
+def row_lengths(module: nn.Module, shape: nn.Module) -> Tensor:
+    """
+    Lengths of the rows of a frozen matrix that is spread over ranks, on all of them. `shape` is the same matrix without
+    numbers, in one piece; it is filled.
+    """
+    for name, tensor in module.named_parameters():
+        shape._buffers.pop(name, None)
+        setattr(shape, name, nn.Parameter(whole(tensor), requires_grad=False))
+    if isinstance(shape, NF4):
+        shape.pairs = quantize.pairs(shape.weight.device)
+    rows = shape.dense(torch.float32) if isinstance(shape, QuantizedLinear) else shape.get_parameter("weight").float()
+    return torch.linalg.vector_norm(rows.detach(), dim=1)
 
 
 def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:

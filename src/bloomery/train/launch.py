@@ -153,14 +153,18 @@ def by_first_process(work: Callable[[], None]) -> None:
 def follow() -> None:
     """What ranks but the first do under torchrun: take part in what the first hands out, until it is done."""
     console.quiet = True
-    while (rank_task := distributed.handed_out(number := len(_handed_out)))["function"]:
-        _take_part(number, rank_task["function"], rank_task["task"])
+    try:
+        while (rank_task := distributed.handed_out(number := len(_handed_out)))["function"]:
+            _take_part(number, rank_task["function"], rank_task["task"])
+    finally:
+        distributed.leave()
 
 
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
     distributed.hand_out(len(_handed_out), {"function": ""})
     distributed.stop_watching()
+    distributed.wait_for_readers()
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
@@ -213,6 +217,7 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         launcher.TASK_FOLDER: str(folder),
+        launcher.BUSY: str(folder / "busy"),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     command = [sys.executable, "-c", RANK, str(os.getpid()), str(folder)]
@@ -261,7 +266,8 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     def may_go_on() -> bool:
         if stop.asked and _ended_before_start(processes, folder):
             return False  # those that started wait for it, deaf to signals, and have trained nothing
-        return time.monotonic() < deadline or (processes[0].poll() is None and (folder / launcher.BUSY).exists())
+        busy = processes[0].poll() is None and (folder / "busy").exists()
+        return time.monotonic() < deadline + busy * launcher.BUSY_SECONDS
 
     _wait(processes, stop, may_go_on)
     codes = [process.poll() for process in processes]

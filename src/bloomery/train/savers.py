@@ -1,6 +1,6 @@
 """Save all weights of a model, or its adapters alone, as a model folder, and take them up again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp
 from bloomery.train.checkpointing import Write
-from bloomery.weights import hf
+from bloomery.weights import hf, peft
 from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
 
 from torch import Tensor
@@ -58,12 +58,20 @@ class AdapterSaver:
     base: BaseModel
     lineage: Lineage
     of_adapters: ClassVar[bool] = True
+    _lengths: dict[str, Tensor] = field(default_factory=dict)
+    """Of rows of frozen matrices of a sharded model that transformers has in one tensor with adapted ones of DoRA."""
 
     def write(self, folder: Path, step: int) -> None:
         self._write(folder, step, dict(lora.weights(self.model)))
 
     def copied(self, world: World) -> tuple[Write, int]:
         weights = {name: fsdp.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
+        if self.settings.dora and fsdp.is_sharded(self.model) and not self._lengths:
+            twin = self._twin()
+            for path in peft.unadapted_parts(weights, twin):
+                lengths = fsdp.row_lengths(self.model.get_submodule(path), twin.get_submodule(path))
+                self._lengths[f"{path}.magnitude"] = lengths.cpu()
+        weights |= self._lengths
         size = sum(one.numel() * one.element_size() for one in weights.values())
         return lambda folder, step: self._write(folder, step, weights), size
 

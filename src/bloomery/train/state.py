@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw.distributed import World
@@ -236,6 +237,10 @@ class Failure:
     error: str
 
 
+class LeftOthersError(HardwareError):
+    """A rank ran out of memory where others wait for its parts of the model. It can only end, and they with it."""
+
+
 def _save_nothing(state: State) -> None: ...
 
 
@@ -267,7 +272,7 @@ class Hooks:
     def _run(self, hook: Hook, state: State) -> None:
         try:
             hook.run(state)
-        except (KeyboardInterrupt, Terminated):
+        except (KeyboardInterrupt, Terminated, LeftOthersError):
             raise
         except BaseException as error:  # one that calls sys.exit, or whose library panics, is no wish of a person's
             try:

@@ -34,7 +34,7 @@ from bloomery.train.loss import token_losses
 from bloomery.train.metrics import Norms
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.state import Hooks, PhaseTimer, SkippedStep, SpikeGuard, State
+from bloomery.train.state import Hooks, LeftOthersError, PhaseTimer, SkippedStep, SpikeGuard, State
 
 import torch
 from torch import Tensor, nn
@@ -148,9 +148,10 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
             agreed = isinstance(error, AgreedOutOfMemoryError)
             if not (agreed or devices.is_out_of_memory(error)):
                 raise
-            if rows == 1 or (world.size > 1 and not agreed):
+            apart = fsdp.is_sharded(model)
+            if rows == 1 or apart or (world.size > 1 and not agreed):
                 what = f"{rows} rows at once are more than the memory holds: {str(error).splitlines()[0]}"
-                raise HardwareError(what, hint=LESS_MEMORY) from None
+                raise (LeftOthersError if apart else HardwareError)(what, hint=LESS_MEMORY) from None
         model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
         devices.give_back_memory()
         rows = (rows + 1) // 2

@@ -21,6 +21,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.log import SAMPLES as SAMPLES
 from bloomery.core.log import Metrics, info, read_metrics
 from bloomery.core.signals import StopRequest
+from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
@@ -28,8 +29,8 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import fsdp
 from bloomery.train.config import Training
 from bloomery.train.precision import Precision
-from bloomery.train.state import Hook, State
-from bloomery.train.step import CausalLMLoss, LossFunction, mean_metrics, retry_on_oom, row_losses
+from bloomery.train.state import Hook, LeftOthersError, State
+from bloomery.train.step import LESS_MEMORY, CausalLMLoss, LossFunction, mean_metrics, retry_on_oom, row_losses
 
 import torch
 
@@ -152,11 +153,18 @@ def mean_and_error(losses: NDArray[np.float64], counts: NDArray[np.int64]) -> tu
 
 @contextmanager
 def evaluating(model: Transformer) -> Iterator[None]:
-    """The model as it is when nobody trains it, and in training again afterwards."""
+    """
+    The model as it is when nobody trains it, and in training again afterwards. Raises LeftOthersError where memory runs
+    out on a rank that holds parts of it.
+    """
     model.eval()
     try:
         with torch.no_grad():
             yield
+    except RuntimeError as error:
+        if not (fsdp.is_sharded(model) and devices.is_out_of_memory(error)):
+            raise
+        raise LeftOthersError(str(error).partition("\n")[0], hint=LESS_MEMORY) from None
     finally:
         fsdp.settle(model)
         model.train()
@@ -193,7 +201,7 @@ def sampling(
             return state.step % config.sample_every == 0 and not (whole and state.step == step)
 
         def sample(state: State) -> None:
-            try:
+            with evaluating(model):
                 texts = sampler(model, config.prompts, config.sample_tokens)
                 if fsdp.is_sharded(model):
                     texts = iter(list(texts))  # all ranks end what they do together before one may fail to write it
@@ -201,8 +209,5 @@ def sampling(
                     file.write(step=state.step, prompt=prompt, text=text)
                     info(f"  step {state.step}: {prompt!r} -> {text[:SHOWN]!r}")
                 file.sync()
-            finally:
-                fsdp.settle(model)
-                model.train()
 
         yield [Hook(is_due, sample, "sample", vital=False)]

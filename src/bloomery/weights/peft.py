@@ -212,6 +212,14 @@ def _pieces(model: Transformer) -> list[WeightMapping]:
     return architectures.architecture(model.config).pieces(names)
 
 
+def unadapted_parts(weights: Mapping[str, Tensor], model: Transformer) -> Iterator[str]:
+    """Paths of matrices without an adapter that transformers has in one tensor with one that has an adapter."""
+    for piece in _pieces(model):
+        paths = [name.removesuffix(".weight") for name in piece.ours]
+        bare = [path for path in paths if f"{path}.lora_a" not in weights]
+        yield from bare if len(bare) < len(paths) else []
+
+
 def _joined(
     pieces: list[WeightMapping], weights: Mapping[str, Tensor], model: Transformer
 ) -> Iterator[tuple[WeightMapping, Tensor, Tensor]]:

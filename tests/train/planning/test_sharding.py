@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from bloomery import api, cli
+from bloomery.core.config import Config
 from bloomery.core.errors import ConfigError
 from bloomery.hw.specs import named
 from bloomery.model import lora
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
 from bloomery.model.quantize import kept_bytes
 from bloomery.model.transformer import Transformer
-from bloomery.train.config import AdamW, AdamW8bit, Mesh
+from bloomery.stages.run_report import run_recipe
+from bloomery.train.config import AdamW, AdamW8bit, Mesh, Training
 from bloomery.train.plan.memory import of_entry, of_memory
 from bloomery.train.plan.sharding import MATMUL_BYTES, ShardingPlan, ShardingRequest, sharded
+from tests.train.planning.made import card, plan
+from tests.two_stages import STAGES, Section
 
 SMALL = ModelConfig(
     hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, tie_embeddings=False
@@ -125,6 +129,19 @@ def test_plans_of_known_machines() -> None:
     assert not of_preset("baichuan2-13b", "rtx-4080", "bfloat16", tokens=512, dp_shard=2).fits
 
 
+@pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4"])
+def test_without_a_preset_a_mesh_of_adapters_is_planned_in_parts_as_with_one(base: str) -> None:
+    """Which is what each device trains, frozen base included."""
+    lora = {"rank": 8, "base_dtype": base}
+    made = plan(
+        *(SMALL, 512, card("rtx-4090", 4)), finetune=True, num_processes=4, mesh={"dp_shard": 4}, lora=lora, tokens=4096
+    )
+    parts = small(Lora(rank=8, base_dtype=base), dp_shard=4).memory
+    assert made.choice.needs.weights == pytest.approx(parts.weights, rel=0.01)
+    assert made.choice.needs.optimizer == pytest.approx(parts.optimizer, rel=0.01)
+    assert [why for one, why in made.others if one.way == made.choice.way] == [""]
+
+
 def test_links_decide_the_speed_where_they_take_longer_than_matmuls() -> None:
     plan = of_preset("llama-3.1-8b", "rtx-4090", "bfloat16", tokens=128, dp_shard=4)
     assert plan.compute_seconds is not None
@@ -198,6 +215,32 @@ def test_a_run_refuses_what_a_mesh_does_not_train_before_it_reads_anything(
     assert cli.main(["run", str(RECIPE), "--runs", str(tmp_path), *words]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+class Trained(Training):
+    number: int = 1
+
+
+class Recipe(Config):
+    name: str = "small"
+    make: Section = Section()
+    double: Trained
+
+
+def test_the_mesh_of_a_stage_that_is_done_or_not_asked_for_is_not_checked(tmp_path: Path) -> None:
+    two, one = (
+        Recipe(double=Trained(steps=1, global_batch_tokens=8, mesh=Mesh(dp_shard=2), num_processes=count))
+        for count in (2, 1)
+    )
+    for only in (None, "double"):
+        with pytest.raises(ConfigError, match="is of 2 processes, and 1 train"):
+            run_recipe(STAGES, one, tmp_path / "small", only=only)
+    run_recipe(STAGES, one, tmp_path / "small", until="make")
+    run_recipe(STAGES, one, tmp_path / "small", only="make")
+    with pytest.raises(ConfigError, match="is of 2 processes, and 1 train"):
+        run_recipe(STAGES, one, tmp_path / "small")
+    run_recipe(STAGES, two, tmp_path / "small")
+    assert run_recipe(STAGES, one, tmp_path / "small") == []
 
 
 def test_the_json_of_a_mesh_is_that_of_the_interface(capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,7 +221,8 @@ def _exchange(what: Workload, way: TrainSetup, at: Rates, micro_batches: int, mi
     others = (way.devices - 1) / way.devices
     trained = what.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
     if way.sharded:
-        sent = others * (2 * way.bytes_per_number + 4) * what.parameters
+        gathered = FROZEN_BYTES.get(way.method, way.bytes_per_number)
+        sent = others * (2 * min(gathered, way.bytes_per_number) * what.parameters + 4 * trained)
         first = others * way.bytes_per_number * what.vocab_size * what.model.hidden_size
         late = max(sent / at.link - micro, first / at.link)
         return micro_batches * late, micro_batches * 16.0 * what.parameters

@@ -478,11 +478,13 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     if not what.processor:  # a layer is computed again when the logits are gone: the larger of the two counts
         again = max(0, again - logits // tokens)
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
+    if way.sharded:  # weights are gathered in the format of matmuls, or as codes
+        copied = largest_matrix(what.model) if way.method in ("int8", "nf4") else 0
     return MemoryEstimate(
         weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
         gradients=way.weight_bytes * trained // num_shards,
         optimizer=remembered_bytes(what, way) // num_shards,
-        copies=0 if way.sharded or b == way.weight_bytes else b * copied,
+        copies=0 if b == way.weight_bytes else b * copied,
         activations=tokens * (kept + again),
         logits=logits,
         update=(5 * BYTES * min(update_numbers(what), trained) + rounded_bytes(what, way)) // num_shards,

@@ -388,7 +388,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             devices=target.devices,
             method="full" if lora is None else BASES[lora.frozen_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
-            sharded=shards > 1 and lora is None,
+            sharded=shards > 1,
             shards=shards if shards > 1 else 0,
             weight_dtype=config.weight_dtype,
         ),

@@ -282,7 +282,7 @@ def _may_halve(way: TrainSetup) -> bool:
 def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
-    if way.sharded and way.method != "full":
+    if way.sharded and way.method != "full" and not ask.way.shards:  # a mesh has some
         return BASE_WHOLE
     if way.method == "full" and way.weight_bytes == 2 and way.precision != "bfloat16":
         return "weights in bfloat16 are multiplied as they are"

@@ -9,7 +9,8 @@ train/sharding_rules.py say where each tensor lies. Everything after that is ari
                  weights have their whole gradient in float32 too
     copies       the largest matrix written out of its int8 or NF4 codes, by plain tensor operations; where nothing
                  is gathered, float32 weights rounded for matmuls
-    activations  as in train/plan/memory.py, cut by tp; with tp, the full-length inputs of one block's matmuls too
+    activations  as in train/plan/memory.py. Each device of tp has its heads and its part of the inner width, and what
+                 is as wide as the model for all tokens
     logits       one chunk of the loss, cut by tp
 
 Communication counts the bytes that a device receives in a step, by ring algorithms: (n − 1) / n of a gathered or
@@ -428,8 +429,8 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     trained = [tensor for tensor in tensors if tensor.trained]
     local_trained = sum(tensor.local_numbers for tensor in trained)
     tokens = rows * model.context_length
-    kept = activation_bytes_per_token(model, ask.activation_checkpointing, MATMUL_BYTES, written_out=False)
-    whole_inputs = 2 * MATMUL_BYTES * model.hidden_size if mesh.tp > 1 else 0
+    own, level = computed_shape(model, mesh.tp), ask.activation_checkpointing
+    kept = activation_bytes_per_token(own, level, MATMUL_BYTES, written_out=False)
     largest = max(
         tensor.gathered_numbers(mesh) * (2 if tensor.is_code and _is_packed(lora) else 1)
         for tensor in tensors
@@ -446,11 +447,17 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
         gradients=BYTES * local_trained,
         optimizer=sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained),
         copies=unpacked * largest + rounded,
-        activations=tokens * (kept // mesh.tp + whole_inputs),
+        activations=tokens * kept,
         logits=-(-logits // mesh.tp),
         update=5 * BYTES * min(UPDATE_NUMBERS, local_trained),
         gathered=_gathered(ask, tensors),
     )
+
+
+def computed_shape(model: ModelConfig, tp: int) -> ModelConfig:
+    """The shape of what a device of tp computes: some of the heads and of the inner width, of all tokens."""
+    cut = {name: getattr(model, name) // tp for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    return model.model_copy(update={"head_dim": model.head_size, **cut})
 
 
 def _rounded_bytes(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
