@@ -18,7 +18,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
-from bloomery.generate.decoder import PAGE, Decoder, PagedText, PagePool, Pages
+from bloomery.generate.decoder import PAGE, Decoder, PackedAdapter, PagedText, PagePool, Pages
 from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, PackedBatch, StaticBatch, check_finite
 from bloomery.generate.sampling import TokenSampler
 from bloomery.hw.device import find
@@ -68,6 +68,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     constraint: Constraint | None = None
+    adapter: PackedAdapter | None = None
+    """Of the engine's model, for this request."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,10 @@ class _Sequence:
     rows: PackedBatch | ModelBatch | StaticBatch | None = None
 
     @property
+    def adapter(self) -> PackedAdapter | None:
+        return self.ticket.request.adapter
+
+    @property
     def open_tokens(self) -> int:
         """Tokens that are to be computed."""
         return len(self.ids) - self.text.length
@@ -209,10 +215,10 @@ class _PagedSteps:
     def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
         """Whether a sequence can begin next to these, which may have prompts that are not computed yet."""
         promised = sum(Pages.needed(len(one.ids) + 1) - one.text.num_pages for one in running)
-        return self.pool.missing(sequence.ids) + promised <= self.pool.available
+        return self.pool.missing(sequence.ids, sequence.adapter) + promised <= self.pool.available
 
     def begin(self, sequence: _Sequence) -> None:
-        sequence.text = self.pool.begin(sequence.ids)
+        sequence.text = self.pool.begin(sequence.ids, sequence.adapter)
 
     def end(self, sequence: _Sequence) -> None:
         self.pool.end(sequence.text, sequence.ids)
@@ -232,7 +238,8 @@ class _PagedSteps:
         pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
         for row, (sequence, _) in enumerate(parts):
             pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
-        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs)[:, : self.num_ids]
+        adapters = [sequence.adapter for sequence, _ in parts]
+        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs, adapters)[:, : self.num_ids]
         self.computed_tokens += len(ids)
         ready: Ready = []
         for sequence, count in parts:
@@ -311,10 +318,10 @@ class Scheduler:
     """
     Computes requests with one engine, in a thread of its own, until it is closed. Also a context manager.
 
-    With packed weights, each step computes the next tokens of all running requests together, and requests whose prompts
-    begin alike share the keys and values of that beginning. Without packed weights (on GPUs, with adapters, and in
-    models with differential attention) the running requests take turns. Requests that there is no room for wait in the
-    order of their arrival.
+    With packed weights, each step computes the next tokens of all running requests together, whatever their adapters.
+    Requests of an adapter whose prompts begin alike share the keys and values of that beginning. Without packed weights
+    (on GPUs, and in models with differential attention) the running requests take turns. Requests that there is no room
+    for wait in the order of their arrival.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from bloomery.hw import device
 from bloomery.model.transformer import on_meta
 from bloomery.serve.chat_model import ModelInfo, ModelWords, TextAnswerer
 from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded, LoadFormat
+from bloomery.weights.hf import Loaded, LoadFormat, SeparateAdapter
+from bloomery.weights.opened import is_adapter
 
 import torch
 
@@ -57,27 +58,62 @@ class LoadSettings:
 AS_IN_FILE = LoadSettings()
 
 
-def answerer(name: str, path: Path, settings: LoadSettings) -> TextAnswerer:
+class SharedBase:
+    """A loaded model with its scheduler, which answers for it and for adapters of it in the same steps."""
+
+    def __init__(self, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> None:
+        cache = None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
+        self._loaded = loaded
+        self.engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache)
+        self._scheduler = Scheduler(self.engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
+        weakref.finalize(self, self._scheduler.close)
+
+    def answerer(self, name: str, adapter: SeparateAdapter | None = None) -> TextAnswerer:
+        """Of the model, or of an adapter, which needs packed weights."""
+        loaded, engine = self._loaded, self.engine
+        if adapter is not None:
+            loaded, engine = replace(loaded, language=adapter.language), engine.adapted(adapter.changes)
+        return TextAnswerer(name, self._scheduler, ModelWords.of(loaded), engine, self)
+
+
+Bases = MutableMapping[tuple[Path, float], SharedBase]
+"""Models in memory by their path, and when they were written."""
+
+
+def answerer(name: str, path: Path, settings: LoadSettings, bases: Bases) -> TextAnswerer:
     """
-    Load a model to this machine's device, with the tokenizer and template it was trained with. Raises RunError where
-    its weights are larger than the free memory.
+    Load a model to this machine's device, with the tokenizer and template it was trained with. On the CPU, adapters
+    share the weights of their base with it and with each other, where these are packed. Raises RunError where the model
+    is larger than the free memory, and ConfigError for a `kv_dtype` that it cannot have.
     """
     target = device.find().torch_device
+    if target.type == "cpu" and is_adapter(path) and (adapter := hf.separate_adapter(path, settings.dtype)):
+        base = _base(adapter.base, target, settings, bases)
+        if base.engine.decoder is not None:
+            return base.answerer(name, adapter)
+        del base
+    return _base(path, target, settings, bases).answerer(name)
+
+
+def _base(path: Path, target: torch.device, settings: LoadSettings, bases: Bases) -> SharedBase:
+    key = path.resolve(), _made(path)
+    if (base := bases.get(key)) is None:
+        check_memory(path, target, settings)
+        base = bases[key] = SharedBase(hf.load(path, target, dtype=settings.dtype), settings)
+    return base
+
+
+def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
+    """The answerer of a model that is loaded. Its scheduler ends with it."""
+    return SharedBase(loaded).answerer(name)
+
+
+def check_memory(path: Path, target: torch.device, settings: LoadSettings) -> None:
+    """Raises RunError where weights, and keys and values of one whole context, are larger than the free memory."""
     needed, free = weight_bytes(path, settings.dtype), free_device_bytes(target)
     if needed > free:
         what = f"its weights take {size(needed)}, and {size(free)} of memory are free"
         raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
-    return answerer_of(name, hf.load(path, target, dtype=settings.dtype), settings)
-
-
-def answerer_of(name: str, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> TextAnswerer:
-    """The answerer of a model that is loaded. Its scheduler ends with it."""
-    cache = None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache)
-    scheduler = Scheduler(engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
-    model = TextAnswerer(name, scheduler, ModelWords.of(loaded), engine)
-    weakref.finalize(model, scheduler.close)
-    return model
 
 
 def weight_bytes(path: Path, dtype: LoadFormat) -> int:
@@ -108,6 +144,7 @@ class ModelRegistry:
         """`named` are models outside of `runs`, by the names that clients use."""
         self.runs, self.named, self.settings = runs, named, settings
         self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
+        self._bases = weakref.WeakValueDictionary[tuple[Path, float], SharedBase]()
         self._asked: dict[str, float] = {}
         """When each loaded model was last asked or computed."""
         self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
@@ -151,7 +188,7 @@ class ModelRegistry:
                         if model is not None:  # an earlier version gives its memory back
                             model = None
                             _free()
-                        model = answerer(name, path, self.settings)
+                        model = answerer(name, path, self.settings, self._bases)
                 finally:
                     self._loading -= 1
                 self._loaded[name] = mtime, model
