@@ -2,6 +2,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,20 +14,24 @@ import pytest
 
 from bloomery.core import io as core_io
 from bloomery.core.chat import Message, SamplingConfig
-from bloomery.core.errors import CheckpointError, DataError, RunError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.core.io import MANIFEST
-from bloomery.generate.engine import Engine
+from bloomery.core.log import size
+from bloomery.generate.decoder import PAGE, PagePool, Pages, work_bytes
+from bloomery.generate.engine import PROMPT_TOKENS, Engine
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.quantize import kept_bytes
+from bloomery.model.transformer import on_meta
 from bloomery.serve import models
 from bloomery.serve.chat_model import Answerer, AnswerStreams, Asked, Models, TextAnswerer
 from bloomery.serve.models import WEIGHT_BYTES, LoadSettings, ModelRegistry, answerer_of, weight_bytes
 from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train.plan.memory import kv_bytes
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
 from tests.generate.test_scheduler import needs_library
-from tests.model.made import lively
+from tests.model.made import CHOICES, lively
 from tests.tokenizer.made import small
 from tests.train.made import processor
 from tests.weights.made import FOLDERS, model, run
@@ -192,17 +198,75 @@ def test_the_estimated_memory_of_weights_is_that_of_the_loaded_model(tmp_path: P
     sizes = {}
     for dtype in WEIGHT_BYTES:
         kept = kept_bytes(hf.load(folder, dtype=dtype).model)
-        sizes[dtype] = weight_bytes(folder, dtype)
+        sizes[dtype] = weight_bytes(on_meta(*hf.config_of(folder)), dtype)
         assert sizes[dtype] == pytest.approx(kept, rel=0.03), dtype
     assert sizes["float32"] > sizes["bfloat16"] > sizes["int8"] > sizes["int4"] > sizes["nf4"]
 
 
-def test_a_model_larger_than_the_free_memory_is_refused(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_with_keys_and_values_is_refused(
+    shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "free_device_bytes", lambda device: 1000)
-    with pytest.raises(RunError, match=r"(?s)its weights take .*, and 1.0 kB of memory are free.*--dtype int8"):
+    with pytest.raises(RunError, match=r"(?s)its weights take .*; 1.0 kB of memory are free.*--dtype int8"):
         shelf.get("b")
-    monkeypatch.undo()
+    shape, rows = hf.config_of(shelf.runs / "b" / FOLDERS["finetune"] / "model")
+    keys = PagePool.page_bytes(shape, torch.float32) * Pages.needed(shape.context_length)
+    assert keys == kv_bytes(shape, 4) * Pages.needed(shape.context_length) * PAGE // shape.context_length
+    whole = weight_bytes(on_meta(shape, rows), "float32") + 4 * keys + PROMPT_TOKENS * work_bytes(shape)
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: whole - 1)
+    with pytest.raises(RunError, match=f"keys and values {size(keys)}, .* intermediate results"):
+        shelf.get("b")
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: whole)
     assert shelf.get("b") is shelf.get("b")
+
+
+def test_a_format_of_keys_that_a_model_cannot_have_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("the weights were read"))
+    renderer, shape = Renderer(small()), CHOICES["differential"]
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    hf.save(tmp_path / "m", lively(shape, 0, small().vocab_size), renderer, lineage)
+    named = {"differential": tmp_path / "m", "large": model(tmp_path / "large")}
+    lent = ModelRegistry(tmp_path / "runs", named, LoadSettings(kv_dtype="int8"))
+    with pytest.raises(ConfigError, match="keys and values in int8 need weights that are packed"):
+        lent.get("differential")
+    room = 3 * weight_bytes(on_meta(*hf.config_of(named["large"])), "float32")
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: room - 1)
+    with pytest.raises(ConfigError, match="keys and values in int8 need weights that are packed"):
+        lent.get("large")
+
+
+MEMORY_AFTER_UNLOADING = """
+import gc, re, sys
+from pathlib import Path
+from bloomery.core.chat import SamplingConfig
+from bloomery.serve.models import LoadSettings, ModelRegistry
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+lent = ModelRegistry(Path("none"), {"m": Path(sys.argv[1])}, LoadSettings(unload_after=3600))
+list(lent.get("m").answer([{"role": "user", "content": "Hi"}], SamplingConfig.greedy(3)).texts)
+before = anonymous()
+lent._asked["m"] -= 4000
+lent._unload_idle("m")
+assert not lent._loaded
+print(before - anonymous())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
+def test_an_idle_model_that_is_unloaded_gives_its_memory_back(tmp_path: Path) -> None:
+    shape = ModelConfig(
+        hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=8, intermediate_size=1536, context_length=40
+    )
+    renderer, loaded = Renderer(small()), lively(shape, 0, small().vocab_size)
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    hf.save(tmp_path / "model", loaded, renderer, lineage)
+    command = [sys.executable, "-c", MEMORY_AFTER_UNLOADING, str(tmp_path / "model")]
+    freed = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    assert freed > 0.8 * kept_bytes(loaded)
 
 
 def test_an_idle_model_leaves_memory_and_one_that_computes_stays(

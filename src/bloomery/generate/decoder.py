@@ -222,8 +222,8 @@ def _stacked(parts: Sequence[Packed]) -> Packed:
 
 class PackedAdapter:
     """
-    Low-rank changes of a packed model's matrices, added to their products: y = W x + b + B A x. Keys and values belong
-    to the adapter that they were computed with.
+    Low-rank changes of a packed model's matrices: y = W x + b + B A x. Keys and values belong to the adapter that they
+    were computed with.
     """
 
     def __init__(self, config: ModelConfig, changes: Changes) -> None:
@@ -262,6 +262,12 @@ class Pages:
     def needed(tokens: int) -> int:
         """Pages of a sequence of so many tokens."""
         return -(-tokens // PAGE)
+
+
+def work_bytes(config: ModelConfig) -> int:
+    """Of the intermediate results of a token in a step, as in decode.cpp; without logits."""
+    heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    return 4 * (6 * config.hidden_size + heads + 4 * config.intermediate_size)
 
 
 @dataclass(eq=False)
@@ -499,7 +505,12 @@ class Decoder:
         The model, packed; None where the library is not built or does not know the model's layers. `cache` is the
         number format of keys and values, one of CACHE_FORMATS; by default float32 next to weights in float32.
         """
-        return cls(model, format, cache) if _library() is not None and is_known(model) else None
+        return cls(model, format, cache) if cls.packs(model) else None
+
+    @staticmethod
+    def packs(model: Transformer) -> bool:
+        """Whether `of` packs this model. It may have shapes alone."""
+        return _library() is not None and is_known(model)
 
     def _keep(self, matrix: Packed) -> _NativeMatrix:
         self._kept.append(matrix)
@@ -653,7 +664,7 @@ def is_known(model: Transformer) -> bool:
     widths = (config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.intermediate_size)
     matrices = (one for block in model.blocks for name, one in block.named_modules() if name.endswith(MATRICES))
     return (
-        model.embed.weight.device.type == "cpu"
+        model.embed.weight.device.type in ("cpu", "meta")
         and set(config.attention) == {"standard"}
         and set(config.mlp) <= ACTIVATIONS.keys()
         and all(width % PANEL == 0 for width in widths)

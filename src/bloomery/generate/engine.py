@@ -125,9 +125,7 @@ class Engine:
         self.context = model.config.context_length
         self.decoder = Decoder.of(model, cache=cache_dtype) if pack and _fits(model) else None
         if cache_dtype is not None and self.decoder is None:
-            what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
-            hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
-            raise ConfigError(what, where="kv_dtype", hint=hint)
+            raise unpacked(cache_dtype)
         self.draft_tokens = draft_tokens
         self.drafter()  # which checks the number
         self.adapter: PackedAdapter | None = None
@@ -137,7 +135,7 @@ class Engine:
             kernel_selection.trust_tried(devices.find(open=False))
 
     def adapted(self, changes: Changes) -> "Engine":
-        """An engine of the same packed weights, which adds low-rank changes to the products of their matrices."""
+        """An engine of the same packed weights, which adds low-rank changes to the results of their matmuls."""
         assert self.decoder is not None
         other = copy.copy(self)
         other.model = lora.changed(self.model, changes)
@@ -306,6 +304,12 @@ class Engine:
         if len(ids) >= self.context:
             hint = "Shorten the conversation."
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
+
+
+def unpacked(cache_dtype: torch.dtype) -> ConfigError:
+    what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
+    hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
+    return ConfigError(what, where="kv_dtype", hint=hint)
 
 
 class PackedBatch:

@@ -34,6 +34,8 @@ PART_TOKENS = 32
 """Of a prompt, that are computed at once while others wait for their next token."""
 MAX_RUNNING, MAX_WAITING = 16, 256
 """Requests that are computed at once, and that wait."""
+CACHE_SHARE = 4
+"""Of the free memory, keys and values get one part in so many."""
 MAX_REQUESTS = 1024
 """What both may be set to."""
 
@@ -349,7 +351,7 @@ class Scheduler:
         page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
         if memory_bytes is None:
             most = max_running * Pages.needed(engine.context) * page_bytes
-            memory_bytes = min(most, free_device_bytes(like.device) // 4)
+            memory_bytes = min(most, free_device_bytes(like.device) // CACHE_SHARE)
         if memory_bytes < page_bytes:
             what = f"{size(memory_bytes)} of memory hold no keys and values of 32 tokens, which take {size(page_bytes)}"
             raise ConfigError(what, where="memory_bytes", hint=f"Give at least {size(page_bytes)}.")

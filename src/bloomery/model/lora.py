@@ -162,7 +162,7 @@ Changes = Mapping[str, tuple[Float[Tensor, "r D"], Float[Tensor, "R r"]]]
 
 
 def changed(model: Transformer, changes: Changes) -> Transformer:
-    """A model that shares all tensors of another, with changes added to its products: y = W x + b + B A x."""
+    """A model that shares all tensors of another, with changes added after its matmuls: y = W x + b + B A x."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, shared)
     for name, (a, b) in changes.items():

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.log import info, size
-from bloomery.generate.engine import Engine
-from bloomery.generate.scheduler import Scheduler, free_device_bytes
+from bloomery.generate.decoder import Decoder, PagePool, Pages, work_bytes
+from bloomery.generate.engine import PROMPT_TOKENS, Engine, unpacked
+from bloomery.generate.scheduler import CACHE_SHARE, Scheduler, free_device_bytes
 from bloomery.hw import device
-from bloomery.model.transformer import on_meta
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.serve.chat_model import ModelInfo, ModelWords, TextAnswerer
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import Loaded, LoadFormat, SeparateAdapter
@@ -30,6 +31,8 @@ import torch
 
 MAX_WAITING = 1024
 """Sequences of a model. The queue of requests has its own, smaller limit."""
+FEWEST_TOKENS = 2048
+"""Of one conversation, for whose keys and values memory has to be left; fewer where the context is shorter."""
 WEIGHT_BYTES: dict[LoadFormat, float] = {
     "float32": 4.0,
     "bfloat16": 2.0,
@@ -62,9 +65,8 @@ class SharedBase:
     """A loaded model with its scheduler, which answers for it and for adapters of it in the same steps."""
 
     def __init__(self, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> None:
-        cache = None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
         self._loaded = loaded
-        self.engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache)
+        self.engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache_dtype(settings))
         self._scheduler = Scheduler(self.engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
         weakref.finalize(self, self._scheduler.close)
 
@@ -98,7 +100,7 @@ def answerer(name: str, path: Path, settings: LoadSettings, bases: Bases) -> Tex
 def _base(path: Path, target: torch.device, settings: LoadSettings, bases: Bases) -> SharedBase:
     key = path.resolve(), _made(path)
     if (base := bases.get(key)) is None:
-        check_memory(path, target, settings)
+        check_settings(path, target, settings)
         base = bases[key] = SharedBase(hf.load(path, target, dtype=settings.dtype), settings)
     return base
 
@@ -108,26 +110,45 @@ def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
     return SharedBase(loaded).answerer(name)
 
 
-def check_memory(path: Path, target: torch.device, settings: LoadSettings) -> None:
-    """Raises RunError where weights, and keys and values of one whole context, are larger than the free memory."""
-    needed, free = weight_bytes(path, settings.dtype), free_device_bytes(target)
-    if needed > free:
-        what = f"its weights take {size(needed)}, and {size(free)} of memory are free"
-        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
-
-
-def weight_bytes(path: Path, dtype: LoadFormat) -> int:
+def check_settings(path: Path, target: torch.device, settings: LoadSettings) -> None:
     """
-    Memory that the weights of a model take in a number format, estimated from its shape. `auto` counts 2 bytes a
-    number, the fewest of a file that is not quantized. 0 for a model whose shape cannot be read, as loading it says.
+    Raises RunError for a model that does not fit into the free memory, and ConfigError where its keys and values cannot
+    be in the format of the settings. What cannot be read is left to loading, which says more of it.
     """
     try:
         model = on_meta(*hf.config_of(path))
     except (CheckpointError, DataError):
-        return 0
+        return
+    weights, free = weight_bytes(model, settings.dtype), free_device_bytes(target)
+    cache = cache_dtype(settings)
+    packs = target.type == "cpu" and Decoder.packs(model) and 3 * weights <= free
+    if cache is not None and not packs:
+        raise unpacked(cache)
+    short = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    pages = Pages.needed(min(model.config.context_length, FEWEST_TOKENS))
+    keys = pages * PagePool.page_bytes(model.config, cache or short)
+    work = PROMPT_TOKENS * work_bytes(model.config)
+    if weights + CACHE_SHARE * keys + work > free:
+        what = (
+            f"its weights take {size(weights)}, keys and values {size(keys)}, for which {CACHE_SHARE} times as much has"
+            f" to be left, and intermediate results {size(work)}; {size(free)} of memory are free"
+        )
+        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
+
+
+def weight_bytes(model: Transformer, dtype: LoadFormat) -> int:
+    """
+    Memory that the weights of a model take in a number format, estimated from its shape. `auto` counts 2 bytes a
+    number, the fewest of a file that is not quantized.
+    """
     matrices = sum(weight.numel() for weight in model.blocks.parameters() if weight.dim() == 2)
     others = sum(weight.numel() for weight in model.parameters()) - matrices
     return round(matrices * WEIGHT_BYTES.get(dtype, 2.0) + others * (4 if dtype == "float32" else 2))
+
+
+def cache_dtype(settings: LoadSettings) -> torch.dtype | None:
+    """Of keys and values; None for that of the weights."""
+    return None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
 
 
 class ModelRegistry:

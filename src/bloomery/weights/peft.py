@@ -171,12 +171,12 @@ def changes(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, tup
     A, and B times its scale, of each matrix of a model that is adapted, by path. Of the model, only names and shapes
     count. Raises CheckpointError where the adapters belong to another model.
     """
-    pieces, found = _adapted_pieces(model, adapter, folder), dict[str, tuple[Tensor, Tensor]]()
+    pieces, pairs = _adapted_pieces(model, adapter, folder), dict[str, tuple[Tensor, Tensor]]()
     for name, (a, b) in adapter.pairs.items():
         paths = pieces[name].ours
         parts = parted(pieces[name], adapter.scales[name] * b.float(), [len(model.get_parameter(one)) for one in paths])
-        found |= {path.removesuffix(".weight"): (a.float(), part) for path, part in zip(paths, parts, strict=True)}
-    return found
+        pairs |= {path.removesuffix(".weight"): (a.float(), part) for path, part in zip(paths, parts, strict=True)}
+    return pairs
 
 
 def _adapted_pieces(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, WeightMapping]:
