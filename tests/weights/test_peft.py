@@ -29,13 +29,13 @@ FAMILIES = {"Llama": SHAPES[0], "Qwen2": CHOICES["Qwen2"], "GPT-2": GPT2}
 LINEAGE = Lineage(tokenizer=small().hash, template=TEMPLATES["bloomery"].hash, shards="5" * 64, base="6" * 64)
 
 
-def adapted(root: Path, shape: ModelConfig, settings: Lora) -> tuple[Transformer, Path]:
+def adapted(root: Path, shape: ModelConfig, settings: Lora, seed: int = 2) -> tuple[Transformer, Path]:
     """A base in root/base, and in root/adapters what was trained beside it: a model in training, and that folder."""
     renderer = Renderer(small())
     hf.save(root / "base", lively(shape, 0, VOCAB), renderer, LINEAGE)
     model = lively(shape, 0, VOCAB)
     lora.attach(model, settings, seed=1)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in lora.weights(model).values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)

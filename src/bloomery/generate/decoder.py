@@ -18,6 +18,7 @@ where the library is not built. Letters used for shapes are those of layers.py; 
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache as cached
@@ -32,6 +33,7 @@ from bloomery.core.log import info
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.model.kernels.cpu import call
 from bloomery.model.layers import LayerNorm, RMSNorm, alibi_slopes, rotation
+from bloomery.model.lora import Changes
 from bloomery.model.quantize import GROUP, NF4, Int4, Int8, QuantizedLinear, int4_groups
 from bloomery.model.transformer import Block, Transformer
 
@@ -47,6 +49,7 @@ CACHE_FORMATS = (torch.float32, torch.bfloat16, torch.int8)
 """Of keys and values, in the order of their numbers in decode.cpp. int8 has a scale for each token and head."""
 PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+MATRICES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
 LARGE = 2**21
 """Bytes of weights from which several threads are faster than one."""
 
@@ -89,9 +92,19 @@ class _NativeModel(ctypes.Structure):
 
 
 class _NativeStep(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")] + [
-        (name, ctypes.c_void_p)
-        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "scales", "x", "logits", "room")
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")]
+        + [
+            (name, ctypes.c_void_p)
+            for name in ("sequence", "position", "wanted", "pages", "keys", "values", "scales", "x", "logits", "room")
+        ]
+        + [("adapters", ctypes.c_void_p)]
+    )
+
+
+class _NativeChange(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("rank", "width", "rows", "begin")] + [
+        (name, ctypes.c_void_p) for name in ("a", "b")
     ]
 
 
@@ -207,6 +220,29 @@ def _stacked(parts: Sequence[Packed]) -> Packed:
     return Packed(first.format, rows, first.width, torch.cat([part.codes for part in parts]), scales, bias)
 
 
+class PackedAdapter:
+    """
+    Low-rank changes of a packed model's matrices: y = W x + b + B A x. Keys and values belong to the adapter that they
+    were computed with.
+    """
+
+    def __init__(self, config: ModelConfig, changes: Changes) -> None:
+        """`changes` of matrices of the blocks, by path."""
+        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        array = (_NativeChange * (len(MATRICES) * config.num_layers))()
+        self._kept: list[Any] = [array]
+        for number in range(config.num_layers):
+            gated = config.layer(number)[2] in GATED
+            begins = (0, queries, queries + keys, 0, 0, config.intermediate_size if gated else 0, 0)
+            for slot, (name, begin) in enumerate(zip(MATRICES, begins, strict=True)):
+                if (pair := changes.get(f"blocks.{number}.{name}")) is not None:
+                    a, b = pair[0].float().contiguous(), pair[1].float().T.contiguous()
+                    self._kept += (a, b)
+                    change = _NativeChange(len(a), a.shape[1], b.shape[1], begin, _at(a), _at(b))
+                    array[len(MATRICES) * number + slot] = change
+        self.address = ctypes.addressof(array)
+
+
 class Pages:
     """Memory for keys and values: `count` pages of PAGE tokens, in one of CACHE_FORMATS."""
 
@@ -226,6 +262,12 @@ class Pages:
     def needed(tokens: int) -> int:
         """Pages of a sequence of so many tokens."""
         return -(-tokens // PAGE)
+
+
+def work_bytes(config: ModelConfig) -> int:
+    """Of the intermediate results of a token in a step, as in decode.cpp; without logits."""
+    heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    return 4 * (6 * config.hidden_size + heads + 4 * config.intermediate_size)
 
 
 @dataclass(eq=False)
@@ -248,6 +290,7 @@ class PagedText:
 
     nodes: list[_PageNode] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
+    root: _PageNode = field(default_factory=lambda: _PageNode(-1, (), None))
     length: int = 0
     """Tokens whose keys and values are in the pages."""
 
@@ -262,7 +305,8 @@ class PagedText:
 
 class PagePool:
     """
-    Pages of keys and values for many sequences. Those that begin with the same tokens share their full pages.
+    Pages of keys and values for many sequences. Those of an adapter, or of the model alone, that begin with the same
+    tokens share their full pages.
 
     The pages of a sequence that has left are kept until others need them: the least recently used go first. So a text
     that continues an earlier one computes its new tokens alone. One thread uses a pool.
@@ -271,7 +315,8 @@ class PagePool:
     def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
         self.memory, self.count = Pages(config, count, dtype), count
         self._free = list(range(count - 1, -1, -1))
-        self._root = _PageNode(-1, (), None)
+        self._roots = weakref.WeakKeyDictionary[object, _PageNode]()
+        """By adapter; that of texts without one is under the pool itself."""
         self._unused: dict[_PageNode, None] = {}
         """Nodes without users, the least recently used first. A node is behind its children, so the first has none."""
 
@@ -285,24 +330,27 @@ class PagePool:
         """Pages that a sequence can have, some of which are those of texts that nobody uses now."""
         return len(self._free) + len(self._unused)
 
-    def missing(self, ids: Sequence[int]) -> int:
+    def _root(self, adapter: PackedAdapter | None) -> _PageNode:
+        return self._roots.setdefault(adapter or self, _PageNode(-1, (), None))
+
+    def missing(self, ids: Sequence[int], adapter: PackedAdapter | None = None) -> int:
         """Pages of `available` that a sequence of these IDs takes, and a token after them."""
-        shared = sum(1 for node in self._path(ids) if node.users)
+        shared = sum(1 for node in self._path(self._root(adapter), ids) if node.users)
         return Pages.needed(len(ids) + 1) - shared
 
-    def begin(self, ids: Sequence[int]) -> PagedText:
+    def begin(self, ids: Sequence[int], adapter: PackedAdapter | None = None) -> PagedText:
         """A sequence with the keys and values that are there of its first tokens: of all but the last token at most."""
-        text = PagedText()
-        for node in self._path(ids):
+        text = PagedText(root=self._root(adapter))
+        for node in self._path(text.root, ids):
             self._use(node)
             text.nodes.append(node)
         text.length = PAGE * len(text.nodes)
         self._copy_part(text, ids[text.length : len(ids) - 1])
         return text
 
-    def _path(self, ids: Sequence[int]) -> list[_PageNode]:
-        """Nodes of the longest known beginning in full pages, without the last ID."""
-        node, path = self._root, []
+    def _path(self, node: _PageNode, ids: Sequence[int]) -> list[_PageNode]:
+        """Nodes below a root of the longest known beginning in full pages, without the last ID."""
+        path = list[_PageNode]()
         for begin in range(0, len(ids) - PAGE, PAGE):
             child = node.children.get(tuple(ids[begin : begin + PAGE]))
             if child is None:
@@ -312,7 +360,7 @@ class PagePool:
 
     def _copy_part(self, text: PagedText, ids: Sequence[int]) -> None:
         """Copy the page that begins with the most of these IDs. The numbers behind them are overwritten later."""
-        node = text.nodes[-1] if text.nodes else self._root
+        node = text.nodes[-1] if text.nodes else text.root
         best, length = None, 0
         for child in node.children.values():
             same = _same(child.ids, ids)
@@ -348,7 +396,7 @@ class PagePool:
         """A sequence leaves. Its pages are kept while there is room, the last one too."""
         self.advance(text, ids, text.length)
         rest = tuple(ids[PAGE * len(text.nodes) : text.length])
-        last = text.nodes[-1] if text.nodes else self._root
+        last = text.nodes[-1] if text.nodes else text.root
         if rest and not any(child.ids[: len(rest)] == rest for child in last.children.values()):
             self._add(text, rest)
         self._free += text.own
@@ -358,7 +406,7 @@ class PagePool:
 
     def _add(self, text: PagedText, ids: tuple[int, ...]) -> None:
         """The first of a sequence's own pages comes into the tree, or goes where the tree has one of the same IDs."""
-        parent, page = text.nodes[-1] if text.nodes else self._root, text.own.pop(0)
+        parent, page = text.nodes[-1] if text.nodes else text.root, text.own.pop(0)
         node = parent.children.get(ids)
         if node is None:
             shorter = [child for child in parent.children.values() if child.ids == ids[: len(child.ids)]]
@@ -457,7 +505,12 @@ class Decoder:
         The model, packed; None where the library is not built or does not know the model's layers. `cache` is the
         number format of keys and values, one of CACHE_FORMATS; by default float32 next to weights in float32.
         """
-        return cls(model, format, cache) if _library() is not None and is_known(model) else None
+        return cls(model, format, cache) if cls.packs(model) else None
+
+    @staticmethod
+    def packs(model: Transformer) -> bool:
+        """Whether `of` packs this model. It may have shapes alone."""
+        return _library() is not None and is_known(model)
 
     def _keep(self, matrix: Packed) -> _NativeMatrix:
         self._kept.append(matrix)
@@ -522,9 +575,11 @@ class Decoder:
         pages: Tensor,
         memory: Pages,
         outputs: Sequence[int],
+        adapters: Sequence[PackedAdapter | None] = (),
     ) -> Float[Tensor, "O V"]:
         """
         Logits after the tokens `outputs` (indices into `ids`). The keys and values of all tokens go into their pages.
+        `adapters` are those of the sequences, if any has one: each changes the rows of its own tokens alone.
 
         Token n is at `position[n]` of sequence `sequence[n]`, whose pages are row `sequence[n]` of `pages` (int32). All
         earlier positions of that sequence are in the pages, or are among the tokens of this step.
@@ -547,7 +602,12 @@ class Decoder:
         x = x.contiguous()
         tensors = (pages, memory.keys, memory.values, memory.scales, x, logits, room)
         addresses = (*map(ctypes.addressof, numbers), *map(_at, tensors))
-        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *addresses)
+        changes = None
+        if any(adapters):
+            each = (None if (one := adapters[number]) is None else one.address for number in sequence)
+            changes = (ctypes.c_void_p * N)(*each)
+        of_tokens = None if changes is None else ctypes.addressof(changes)
+        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *addresses, of_tokens)
         library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
         return logits[:, : self.vocab_size]
 
@@ -604,12 +664,9 @@ def is_known(model: Transformer) -> bool:
     widths = (config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.intermediate_size)
     matrices = (one for block in model.blocks for name, one in block.named_modules() if name.endswith(MATRICES))
     return (
-        model.embed.weight.device.type == "cpu"
+        model.embed.weight.device.type in ("cpu", "meta")
         and set(config.attention) == {"standard"}
         and set(config.mlp) <= ACTIVATIONS.keys()
         and all(width % PANEL == 0 for width in widths)
         and all(isinstance(one, nn.Linear | QuantizedLinear) for one in matrices)
     )
-
-
-MATRICES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")

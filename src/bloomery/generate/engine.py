@@ -4,6 +4,7 @@ Decodes token IDs with a key/value cache, one sequence as a stream or many as a 
 A sequence of a batch gets the IDs that it would get alone, by test. sampling.py chooses each next token.
 """
 
+import copy
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +18,15 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
-from bloomery.generate.decoder import Decoder, Pages
+from bloomery.generate.decoder import Decoder, PackedAdapter, Pages
 from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.host import Host, free_bytes
+from bloomery.model import lora
 from bloomery.model.attention import Cache
 from bloomery.model.kernels import cpu
+from bloomery.model.lora import Changes
 from bloomery.model.quantize import QuantizedLinear, kept_bytes
 from bloomery.model.transformer import Transformer
 
@@ -122,15 +125,22 @@ class Engine:
         self.context = model.config.context_length
         self.decoder = Decoder.of(model, cache=cache_dtype) if pack and _fits(model) else None
         if cache_dtype is not None and self.decoder is None:
-            what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
-            hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
-            raise ConfigError(what, where="kv_dtype", hint=hint)
+            raise unpacked(cache_dtype)
         self.draft_tokens = draft_tokens
         self.drafter()  # which checks the number
+        self.adapter: PackedAdapter | None = None
         self._idle: dict[int, StaticStep] = {}
         self._replays = devices.is_gpu(model.embed.weight.device)
         if self._replays:
             kernel_selection.trust_tried(devices.find(open=False))
+
+    def adapted(self, changes: Changes) -> "Engine":
+        """An engine of the same packed weights, which adds low-rank changes to the results of their matmuls."""
+        assert self.decoder is not None
+        other = copy.copy(self)
+        other.model = lora.changed(self.model, changes)
+        other.adapter = PackedAdapter(self.model.config, changes)
+        return other
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -232,7 +242,7 @@ class Engine:
     def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch | StaticBatch":
         """Prompts that are decoded together, with memory for so many more tokens of each."""
         if self.decoder is not None:
-            return PackedBatch(self.decoder, self.num_ids, prompts, rooms)
+            return PackedBatch(self.decoder, self.num_ids, prompts, rooms, self.adapter)
         if not self._replays:
             return ModelBatch(self.model, self.num_ids, prompts, rooms)
         step = self._step(len(prompts), max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True)))
@@ -296,11 +306,25 @@ class Engine:
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
 
 
+def unpacked(cache_dtype: torch.dtype) -> ConfigError:
+    what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
+    hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
+    return ConfigError(what, where="kv_dtype", hint=hint)
+
+
 class PackedBatch:
     """Sequences that are decoded with packed weights. A sequence that has ended takes no more work."""
 
-    def __init__(self, decoder: Decoder, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_ids: int,
+        prompts: Sequence[Sequence[int]],
+        rooms: Sequence[int],
+        adapter: PackedAdapter | None = None,
+    ) -> None:
         self.decoder, self.num_ids, self.prompts = decoder, num_ids, prompts
+        self.adapters = [adapter] * len(prompts)
         self.lengths = [0] * len(prompts)
         each = [Pages.needed(len(prompt) + room) for prompt, room in zip(prompts, rooms, strict=True)]
         self.memory = Pages(decoder.config, sum(each), decoder.dtype)
@@ -316,7 +340,8 @@ class PackedBatch:
                 ids = prompt[begin : begin + PROMPT_TOKENS]
                 last = [len(ids) - 1] if begin + len(ids) == len(prompt) else []
                 positions = range(begin, begin + len(ids))
-                some = self.decoder.step(ids, [row] * len(ids), positions, self.pages, self.memory, last)
+                rows = [row] * len(ids)
+                some = self.decoder.step(ids, rows, positions, self.pages, self.memory, last, self.adapters)
                 if last:
                     logits[row] = some[0, : self.num_ids]
             self.lengths[row] = len(prompt)
@@ -332,7 +357,8 @@ class PackedBatch:
         positions = [self.lengths[row] for row in rows]
         positions += range(positions[0] + 1, positions[0] + 1 + len(drafts))
         every = [*rows, *(rows[0] for _ in drafts)]
-        logits = self.decoder.step([*ids, *drafts], every, positions, self.pages, self.memory, range(len(every)))
+        new = [*ids, *drafts]
+        logits = self.decoder.step(new, every, positions, self.pages, self.memory, range(len(new)), self.adapters)
         logits = logits[:, : self.num_ids]
         check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
         for row in rows:

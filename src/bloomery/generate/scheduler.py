@@ -18,7 +18,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
-from bloomery.generate.decoder import PAGE, Decoder, PagedText, PagePool, Pages
+from bloomery.generate.decoder import PAGE, Decoder, PackedAdapter, PagedText, PagePool, Pages
 from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, PackedBatch, StaticBatch, check_finite
 from bloomery.generate.sampling import TokenSampler
 from bloomery.hw.device import find
@@ -34,6 +34,8 @@ PART_TOKENS = 32
 """Of a prompt, that are computed at once while others wait for their next token."""
 MAX_RUNNING, MAX_WAITING = 16, 256
 """Requests that are computed at once, and that wait."""
+CACHE_SHARE = 4
+"""Of the free memory, keys and values get one part in so many."""
 MAX_REQUESTS = 1024
 """What both may be set to."""
 
@@ -68,6 +70,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     constraint: Constraint | None = None
+    adapter: PackedAdapter | None = None
+    """Of the engine's model, for this request."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,10 @@ class _Sequence:
     rows: PackedBatch | ModelBatch | StaticBatch | None = None
 
     @property
+    def adapter(self) -> PackedAdapter | None:
+        return self.ticket.request.adapter
+
+    @property
     def open_tokens(self) -> int:
         """Tokens that are to be computed."""
         return len(self.ids) - self.text.length
@@ -209,10 +217,10 @@ class _PagedSteps:
     def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
         """Whether a sequence can begin next to these, which may have prompts that are not computed yet."""
         promised = sum(Pages.needed(len(one.ids) + 1) - one.text.num_pages for one in running)
-        return self.pool.missing(sequence.ids) + promised <= self.pool.available
+        return self.pool.missing(sequence.ids, sequence.adapter) + promised <= self.pool.available
 
     def begin(self, sequence: _Sequence) -> None:
-        sequence.text = self.pool.begin(sequence.ids)
+        sequence.text = self.pool.begin(sequence.ids, sequence.adapter)
 
     def end(self, sequence: _Sequence) -> None:
         self.pool.end(sequence.text, sequence.ids)
@@ -232,7 +240,8 @@ class _PagedSteps:
         pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
         for row, (sequence, _) in enumerate(parts):
             pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
-        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs)[:, : self.num_ids]
+        adapters = [sequence.adapter for sequence, _ in parts]
+        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs, adapters)[:, : self.num_ids]
         self.computed_tokens += len(ids)
         ready: Ready = []
         for sequence, count in parts:
@@ -311,10 +320,10 @@ class Scheduler:
     """
     Computes requests with one engine, in a thread of its own, until it is closed. Also a context manager.
 
-    With packed weights, each step computes the next tokens of all running requests together, and requests whose prompts
-    begin alike share the keys and values of that beginning. Without packed weights (on GPUs, with adapters, and in
-    models with differential attention) the running requests take turns. Requests that there is no room for wait in the
-    order of their arrival.
+    With packed weights, each step computes the next tokens of all running requests together, whatever their adapters.
+    Requests of an adapter whose prompts begin alike share the keys and values of that beginning. Without packed weights
+    (on GPUs, and in models with differential attention) the running requests take turns. Requests that there is no room
+    for wait in the order of their arrival.
     """
 
     def __init__(
@@ -342,7 +351,7 @@ class Scheduler:
         page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
         if memory_bytes is None:
             most = max_running * Pages.needed(engine.context) * page_bytes
-            memory_bytes = min(most, free_device_bytes(like.device) // 4)
+            memory_bytes = min(most, free_device_bytes(like.device) // CACHE_SHARE)
         if memory_bytes < page_bytes:
             what = f"{size(memory_bytes)} of memory hold no keys and values of 32 tokens, which take {size(page_bytes)}"
             raise ConfigError(what, where="memory_bytes", hint=f"Give at least {size(page_bytes)}.")

@@ -85,6 +85,18 @@ struct Model {
     Matrix logits;
 };
 
+// What an adapter adds to some outputs of a matrix: B A x. a [rank, width], and b [rank, rows] is B by columns, with its
+// scale. `begin` is the first of the outputs. rank 0: nothing.
+struct Change {
+    int64_t rank, width, rows, begin;
+    const float *a, *b;
+};
+
+// Of a layer: q, k and v, then out, gate and up, and down.
+struct LayerChanges {
+    Change qkv[3], out[1], up[2], down[1];
+};
+
 // N tokens. pages [sequences, pages_each] are those of each sequence, in order. wanted [outputs]: the tokens whose
 // logits are asked for. x [N, width] are the embeddings, which are overwritten.
 struct Step {
@@ -95,6 +107,7 @@ struct Step {
     float *scales;  // of keys and values in int8: [page, layer, head, 2, PAGE]
     float *x, *logits;
     float *room;
+    const LayerChanges *const *adapters;  // of each token, all layers of its adapter; null: none. Null where no token has one
 };
 }
 
@@ -235,6 +248,19 @@ FOR_EVERY_CPU void normed(const Norm &norm, float eps, const float *x, float *y,
     }
 }
 
+FOR_EVERY_CPU void add_change(const Change &change, const float *x, float *y) {
+    const int64_t whole = change.width / 16 * 16;
+    for (int64_t r = 0; r < change.rank; r++) {
+        const float *const a = change.a + r * change.width, *const b = change.b + r * change.rows;
+        float lanes[16] = {};
+        for (int64_t k = 0; k < whole; k += 16)
+            for (int j = 0; j < 16; j++) lanes[j] += a[k + j] * x[k + j];
+        for (int64_t k = whole; k < change.width; k++) lanes[k - whole] += a[k] * x[k];
+        const float low = lanes_sum(lanes);
+        for (int64_t i = 0; i < change.rows; i++) y[change.begin + i] += low * b[i];
+    }
+}
+
 // kind: 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU². With a gate, which lies before: activated(gate) · up.
 INLINE float activated(float x, int64_t kind) {
     switch (kind) {
@@ -365,6 +391,14 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
         kernels.panels(matrix, all * thread / meeting.threads, all * (thread + 1) / meeting.threads, tokens, x, x_stride, y, y_stride);
         meeting.wait();
     };
+    // Each token adds the changes of its own adapter to its row, so the row does not depend on the others.
+    const auto adapt = [&](int64_t l, const auto &part, const float *x, int64_t x_stride, float *y, int64_t y_stride) {
+        if (!s.adapters) return;
+        share(N, [&](int64_t t) {
+            if (!s.adapters[t]) return;
+            for (const Change &change : s.adapters[t][l].*part) add_change(change, x + t * x_stride, y + t * y_stride);
+        });
+    };
     const auto copy = [&](float *to, const float *from) { std::memcpy(to, from, m.width * sizeof(float)); };
     const auto before = [&](const Norm &norm, int64_t t, const float *x) {
         float *const to = read_from + t * size.x;
@@ -383,6 +417,7 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
             before(layer.attention_norm, t, s.x + t * m.width);
         });
         times(layer.qkv, N, read_from, size.x, qkv, size.qkv);
+        adapt(l, &LayerChanges::qkv, read_from, size.x, qkv, size.qkv);
         const auto pages = [&](int64_t t) {
             return Pages{s.pages + s.sequence[t] * s.pages_each, m.layers, l, m.kv_heads, m.head, m.head * PAGE};
         };
@@ -393,13 +428,16 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
                            size.scores);
         });
         times(layer.out, N, found, size.heads, added, size.x);
+        adapt(l, &LayerChanges::out, found, size.heads, added, size.x);
         share(N, [&](int64_t t) {
             add(layer.attention_post, t);
             before(layer.mlp_norm, t, m.parallel ? entry + t * size.x : s.x + t * m.width);
         });
         times(layer.up, N, read_from, size.x, up, size.up);
+        adapt(l, &LayerChanges::up, read_from, size.x, up, size.up);
         share(N, [&](int64_t t) { activate(layer, up + t * size.up, inner + t * size.inner, m.inner); });
         times(layer.down, N, inner, size.inner, added, size.x);
+        adapt(l, &LayerChanges::down, inner, size.inner, added, size.x);
     }
     share(s.outputs, [&](int64_t i) {
         const int64_t t = s.wanted[i];

@@ -254,9 +254,15 @@ class TextAnswerer:
     """A scheduler, a tokenizer and a chat template as one model that takes conversations and texts."""
 
     def __init__(
-        self, name: str, scheduler: SchedulerProtocol, words: ModelWords, engine: Engine | None = None
+        self,
+        name: str,
+        scheduler: SchedulerProtocol,
+        words: ModelWords,
+        engine: Engine | None = None,
+        base: object = None,
     ) -> None:
-        self.name = name
+        """`base` is what the scheduler lives as long as."""
+        self.name, self._base = name, base
         self._scheduler, self.words, self._engine = scheduler, words, engine
 
     def answer(self, messages: Sequence[Message], sampling: SamplingConfig, *, drops: bool = False) -> StreamedAnswer:
@@ -513,7 +519,8 @@ class _Prepared:
             for number in range(asked.choices):
                 constraint = model.grammars.constraint(form) if form is not None else None
                 sampling = replace(asked.sampling, seed=derived_seed(asked.sampling.seed, number))
-                request = Request(prompt.ids, sampling, self.stop_ids, asked.logprobs, constraint)
+                adapter = None if model._engine is None else model._engine.adapter
+                request = Request(prompt.ids, sampling, self.stop_ids, asked.logprobs, constraint, adapter)
                 index = prompt.number * asked.choices + number
                 try:
                     ticket = model._scheduler.submit(request, notify)

@@ -8,8 +8,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,18 +17,22 @@ from typing import Any, Literal
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.log import info, size
-from bloomery.generate.engine import Engine
-from bloomery.generate.scheduler import Scheduler, free_device_bytes
+from bloomery.generate.decoder import Decoder, PagePool, Pages, work_bytes
+from bloomery.generate.engine import PROMPT_TOKENS, Engine, unpacked
+from bloomery.generate.scheduler import CACHE_SHARE, Scheduler, free_device_bytes
 from bloomery.hw import device
-from bloomery.model.transformer import on_meta
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.serve.chat_model import ModelInfo, ModelWords, TextAnswerer
 from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded, LoadFormat
+from bloomery.weights.hf import Loaded, LoadFormat, SeparateAdapter
+from bloomery.weights.opened import is_adapter
 
 import torch
 
 MAX_WAITING = 1024
 """Sequences of a model. The queue of requests has its own, smaller limit."""
+FEWEST_TOKENS = 2048
+"""Of one conversation, for whose keys and values memory has to be left; fewer where the context is shorter."""
 WEIGHT_BYTES: dict[LoadFormat, float] = {
     "float32": 4.0,
     "bfloat16": 2.0,
@@ -57,41 +61,94 @@ class LoadSettings:
 AS_IN_FILE = LoadSettings()
 
 
-def answerer(name: str, path: Path, settings: LoadSettings) -> TextAnswerer:
+class SharedBase:
+    """A loaded model with its scheduler, which answers for it and for adapters of it in the same steps."""
+
+    def __init__(self, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> None:
+        self._loaded = loaded
+        self.engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache_dtype(settings))
+        self._scheduler = Scheduler(self.engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
+        weakref.finalize(self, self._scheduler.close)
+
+    def answerer(self, name: str, adapter: SeparateAdapter | None = None) -> TextAnswerer:
+        """Of the model, or of an adapter, which needs packed weights."""
+        loaded, engine = self._loaded, self.engine
+        if adapter is not None:
+            loaded, engine = replace(loaded, language=adapter.language), engine.adapted(adapter.changes)
+        return TextAnswerer(name, self._scheduler, ModelWords.of(loaded), engine, self)
+
+
+Bases = MutableMapping[tuple[Path, float], SharedBase]
+"""Models in memory by their path, and when they were written."""
+
+
+def answerer(name: str, path: Path, settings: LoadSettings, bases: Bases) -> TextAnswerer:
     """
-    Load a model to this machine's device, with the tokenizer and template it was trained with. Raises RunError where
-    its weights are larger than the free memory.
+    Load a model to this machine's device, with the tokenizer and template it was trained with. On the CPU, adapters
+    share the weights of their base with it and with each other, where these are packed. Raises RunError where the model
+    is larger than the free memory, and ConfigError for a `kv_dtype` that it cannot have.
     """
     target = device.find().torch_device
-    needed, free = weight_bytes(path, settings.dtype), free_device_bytes(target)
-    if needed > free:
-        what = f"its weights take {size(needed)}, and {size(free)} of memory are free"
-        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
-    return answerer_of(name, hf.load(path, target, dtype=settings.dtype), settings)
+    if target.type == "cpu" and is_adapter(path) and (adapter := hf.separate_adapter(path, settings.dtype)):
+        base = _base(adapter.base, target, settings, bases)
+        if base.engine.decoder is not None:
+            return base.answerer(name, adapter)
+        del base
+    return _base(path, target, settings, bases).answerer(name)
 
 
-def answerer_of(name: str, loaded: Loaded, settings: LoadSettings = AS_IN_FILE) -> TextAnswerer:
+def _base(path: Path, target: torch.device, settings: LoadSettings, bases: Bases) -> SharedBase:
+    key = path.resolve(), _made(path)
+    if (base := bases.get(key)) is None:
+        check_settings(path, target, settings)
+        base = bases[key] = SharedBase(hf.load(path, target, dtype=settings.dtype), settings)
+    return base
+
+
+def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
     """The answerer of a model that is loaded. Its scheduler ends with it."""
-    cache = None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True, cache_dtype=cache)
-    scheduler = Scheduler(engine, max_waiting=MAX_WAITING, draft_tokens=settings.draft_tokens)
-    model = TextAnswerer(name, scheduler, ModelWords.of(loaded), engine)
-    weakref.finalize(model, scheduler.close)
-    return model
+    return SharedBase(loaded).answerer(name)
 
 
-def weight_bytes(path: Path, dtype: LoadFormat) -> int:
+def check_settings(path: Path, target: torch.device, settings: LoadSettings) -> None:
     """
-    Memory that the weights of a model take in a number format, estimated from its shape. `auto` counts 2 bytes a
-    number, the fewest of a file that is not quantized. 0 for a model whose shape cannot be read, as loading it says.
+    Raises RunError for a model that does not fit into the free memory, and ConfigError where its keys and values cannot
+    be in the format of the settings. What cannot be read is left to loading, which says more of it.
     """
     try:
         model = on_meta(*hf.config_of(path))
     except (CheckpointError, DataError):
-        return 0
+        return
+    weights, free = weight_bytes(model, settings.dtype), free_device_bytes(target)
+    cache = cache_dtype(settings)
+    packs = target.type == "cpu" and Decoder.packs(model) and 3 * weights <= free
+    if cache is not None and not packs:
+        raise unpacked(cache)
+    short = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    pages = Pages.needed(min(model.config.context_length, FEWEST_TOKENS))
+    keys = pages * PagePool.page_bytes(model.config, cache or short)
+    work = PROMPT_TOKENS * work_bytes(model.config)
+    if weights + CACHE_SHARE * keys + work > free:
+        what = (
+            f"its weights take {size(weights)}, keys and values {size(keys)}, for which {CACHE_SHARE} times as much has"
+            f" to be left, and intermediate results {size(work)}; {size(free)} of memory are free"
+        )
+        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
+
+
+def weight_bytes(model: Transformer, dtype: LoadFormat) -> int:
+    """
+    Memory that the weights of a model take in a number format, estimated from its shape. `auto` counts 2 bytes a
+    number, the fewest of a file that is not quantized.
+    """
     matrices = sum(weight.numel() for weight in model.blocks.parameters() if weight.dim() == 2)
     others = sum(weight.numel() for weight in model.parameters()) - matrices
     return round(matrices * WEIGHT_BYTES.get(dtype, 2.0) + others * (4 if dtype == "float32" else 2))
+
+
+def cache_dtype(settings: LoadSettings) -> torch.dtype | None:
+    """Of keys and values; None for that of the weights."""
+    return None if settings.kv_dtype == "auto" else getattr(torch, settings.kv_dtype)
 
 
 class ModelRegistry:
@@ -108,6 +165,7 @@ class ModelRegistry:
         """`named` are models outside of `runs`, by the names that clients use."""
         self.runs, self.named, self.settings = runs, named, settings
         self._loaded: dict[str, tuple[float, TextAnswerer]] = {}
+        self._bases = weakref.WeakValueDictionary[tuple[Path, float], SharedBase]()
         self._asked: dict[str, float] = {}
         """When each loaded model was last asked or computed."""
         self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
@@ -151,7 +209,7 @@ class ModelRegistry:
                         if model is not None:  # an earlier version gives its memory back
                             model = None
                             _free()
-                        model = answerer(name, path, self.settings)
+                        model = answerer(name, path, self.settings, self._bases)
                 finally:
                     self._loading -= 1
                 self._loaded[name] = mtime, model

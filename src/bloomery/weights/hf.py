@@ -35,6 +35,7 @@ from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
 from bloomery.model.config import Base, Lora, ModelConfig, RopeScaling
+from bloomery.model.lora import Changes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import (
@@ -628,11 +629,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     """
     from bloomery.weights import peft
 
-    adapter = peft.read(folder)
-    facts, own, base_folder = _base(folder, adapter.base)
-    if facts:
-        _same("base", own["digest"], digest(base_folder), folder)
-    below = language(base_folder)
+    adapter, facts, own, base_folder, below = _adapter_and_base(folder)
     words = _adapted_language(folder, below)
     if facts and words.chat is not None and words.chat.name != OWN:
         names = special_tokens(words.chat.name)
@@ -648,6 +645,48 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     if not facts:
         return replace(loaded, folder=folder)
     return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
+
+
+@dataclass(frozen=True)
+class SeparateAdapter:
+    """Adapters that are not merged into their base."""
+
+    base: Path
+    language: ModelLanguage
+    changes: Changes
+
+
+def separate_adapter(folder: Path, dtype: LoadFormat) -> SeparateAdapter | None:
+    """
+    The adapters of a folder for a base whose weights are kept in `dtype`. None where only the merged model is the one
+    that was trained: of DoRA, adapters of adapters, more tokens, longer positions, and a base in another format.
+    Raises CheckpointError as `load` does.
+    """
+    from bloomery.weights import peft
+
+    adapter, _, own, base_folder, below = _adapter_and_base(folder)
+    if adapter.magnitudes or is_adapter(base_folder) or "stretched" in own:
+        return None
+    words = _adapted_language(folder, below)
+    if own["kept_as"] not in ("float32", dtype, kept_as_in("auto", opened_model(base_folder))):
+        return None
+    shape, rows = config_of(base_folder)
+    if words.tokenizer.vocab_size != below.tokenizer.vocab_size or words.tokenizer.vocab_size > rows:
+        return None
+    if (folder / LINEAGE).is_file():
+        safetensors.verify(folder)
+    return SeparateAdapter(base_folder, words, peft.changes(on_meta(shape, rows), adapter, folder))
+
+
+def _adapter_and_base(folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any], Path, ModelLanguage]:
+    """Adapters, as `_base` what they adapt, and its words. Raises CheckpointError for another base."""
+    from bloomery.weights import peft
+
+    adapter = peft.read(folder)
+    facts, own, base_folder = _base(folder, adapter.base)
+    if facts:
+        _same("base", own["digest"], digest(base_folder), folder)
+    return adapter, facts, own, base_folder, language(base_folder)
 
 
 def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:

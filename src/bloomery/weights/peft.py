@@ -143,16 +143,8 @@ def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -
     What makes of each weight of a model the one with adapters added, in float32: rounded before as the base was kept.
     Of the model, only names and shapes count. Raises CheckpointError where the adapters belong to another model.
     """
-    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
-    if strange := sorted(adapter.pairs.keys() - pieces.keys()):
-        what = f"adapts {strange[0]}, which the model does not have"
-        raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+    pieces = _adapted_pieces(model, adapter, folder)
     parts = {ours: (theirs, number) for theirs in pieces for number, ours in enumerate(pieces[theirs].ours)}
-    for name, (a, b) in adapter.pairs.items():
-        ours = [model.get_parameter(one).shape for one in pieces[name].ours]
-        if (len(b), a.shape[1]) != (sum(shape[0] for shape in ours), ours[0][1]):
-            what = f"adapts {name} with a change of shape {(len(b), a.shape[1])}"
-            raise CheckpointError(what, where=str(folder), hint=_AGAIN)
 
     @torch.no_grad()
     def merged(ours: str, weight: Tensor) -> Tensor:
@@ -172,6 +164,33 @@ def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -
         return weight
 
     return merged
+
+
+def changes(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """
+    A, and B times its scale, of each matrix of a model that is adapted, by path. Of the model, only names and shapes
+    count. Raises CheckpointError where the adapters belong to another model.
+    """
+    pieces, pairs = _adapted_pieces(model, adapter, folder), dict[str, tuple[Tensor, Tensor]]()
+    for name, (a, b) in adapter.pairs.items():
+        paths = pieces[name].ours
+        parts = parted(pieces[name], adapter.scales[name] * b.float(), [len(model.get_parameter(one)) for one in paths])
+        pairs |= {path.removesuffix(".weight"): (a.float(), part) for path, part in zip(paths, parts, strict=True)}
+    return pairs
+
+
+def _adapted_pieces(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, WeightMapping]:
+    """Transformers' matrices by name. Raises CheckpointError where the adapters belong to another model."""
+    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
+    if strange := sorted(adapter.pairs.keys() - pieces.keys()):
+        what = f"adapts {strange[0]}, which the model does not have"
+        raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+    for name, (a, b) in adapter.pairs.items():
+        ours = [model.get_parameter(one).shape for one in pieces[name].ours]
+        if (len(b), a.shape[1]) != (sum(shape[0] for shape in ours), ours[0][1]):
+            what = f"adapts {name} with a change of shape {(len(b), a.shape[1])}"
+            raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+    return pieces
 
 
 def fill(model: Transformer, folder: Path) -> None:
