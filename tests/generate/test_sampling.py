@@ -22,6 +22,7 @@ from transformers import (
 from bloomery.core.chat import ABOVE_ZERO, LIMITS, MAX_BIASES, SamplingConfig, sampling_of
 from bloomery.core.errors import DataError
 from bloomery.generate.sampling import FEW, MIN_TEMPERATURE, MORE, TokenSampler, choose_each, distribution
+from bloomery.hw import device as devices
 
 import torch
 from torch import Tensor
@@ -282,6 +283,28 @@ def test_rows_with_samplers_of_their_own_get_what_each_gets_alone() -> None:
     assert choose_each(logits, [TokenSampler(how, [1, 2], 5) for how in hows], allowed) == alone
     greedy = [TokenSampler(hows[0]) for _ in range(4)]
     assert choose_each(logits, greedy) == logits.argmax(-1).tolist()
+
+
+def test_a_gpu_chooses_for_all_rows_at_once_what_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For equal logits too, more candidates than are tried first, and -inf; the CPU stands for the GPU."""
+    logits = torch.randn(12, 9000, generator=torch.Generator().manual_seed(1)) * torch.rand(12, 1) * 4
+    logits[3] = logits[3].round()
+    logits[4, 5:] = -torch.inf
+    hows = [
+        SamplingConfig(temperature=0),
+        SamplingConfig(temperature=0.7),
+        SamplingConfig(top_p=0.8),
+        SamplingConfig(top_k=40, top_p=0.9),
+        SamplingConfig(min_p=0.05, typical_p=0.6),
+        SamplingConfig(temperature=2.0, typical_p=0.95, top_k=7),
+    ]
+    for shift in range(6):
+        rows = [hows[(row + shift) % 6] for row in range(12)]
+        alone = [TokenSampler(how, seed=row).choose(logits[row]) for row, how in enumerate(rows)]
+        with monkeypatch.context() as patched:
+            patched.setattr(devices, "is_gpu", lambda device: True)
+            patched.setattr(TokenSampler, "choose", None)
+            assert choose_each(logits, [TokenSampler(how, seed=row) for row, how in enumerate(rows)]) == alone
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError
 from bloomery.generate import engine as engines
-from bloomery.generate.engine import Engine, StaticBatch
+from bloomery.generate.engine import Engine, ModelBatch
 from bloomery.generate.scheduler import Request, Scheduler
 from bloomery.model import lora, quantize
 from bloomery.model.config import Lora
@@ -28,12 +30,18 @@ HOST = ("item", "_local_scalar_dense", "lift_fresh", "nonzero", "masked_select",
 """Operations that wait for a GPU, or bring numbers of the host."""
 
 
+POOLS: list[tuple[int, "Stream"]] = []
+"""Of each graph that was captured: where."""
+GRAPHS: list["Recorded"] = []
+
+
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A CUDA graph of a processor: replays the operations that were captured into the tensors that they gave."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, Any, Any, Any]] = []
+        GRAPHS.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.partition(".")[0] in HOST:
@@ -74,11 +82,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     @contextmanager
-    def graph(graph: Recorded, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(graph: Recorded, *, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
+        POOLS.append((pool, stream))
         with graph:
             yield
 
+    POOLS.clear()
+    GRAPHS.clear()
     for name, value in {
         "CUDAGraph": Recorded,
         "graph": graph,
@@ -86,6 +97,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "Stream": Stream,
         "current_stream": Stream,
         "set_stream": lambda stream: None,
+        "graph_pool_handle": partial(next, count()),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cpu, "ready", lambda *_: False)
@@ -111,11 +123,11 @@ def far(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found - right).abs().max() / right.abs().max())
 
 
-def largest_error(model: Transformer, lengths: Sequence[int], ends_after: int) -> tuple[float, StaticBatch]:
+def largest_error(model: Transformer, lengths: Sequence[int], ends_after: int) -> tuple[float, ModelBatch]:
     """Of all logits up to the end of the context, where the second row ends early and the longest last."""
     context, texts = model.config.context_length, prompts(lengths)
     batch = static(model).rows(texts, [context - length for length in lengths])
-    assert isinstance(batch, StaticBatch)
+    assert isinstance(batch, ModelBatch)
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     logits, rows = batch.begin(), list(range(len(texts)))
     while rows:
@@ -183,7 +195,54 @@ def test_texts_of_one_size_share_a_step_and_its_graphs(graphs: None) -> None:
     assert list(step.graphs) == [8, 16, 24]
     together = engine.generate_batch(texts, sampling, stop_ids=frozenset(range(0, VOCAB_SIZE, 9)))
     assert together == plain.generate_batch(texts, sampling, stop_ids=frozenset(range(0, VOCAB_SIZE, 9)))
-    assert {one.num_rows for one in engine._idle.values()} == {3}, "others were given up for memory of several rows"
+    assert {one.num_rows for one in engine._idle.values()} == {4}, "others were given up for memory of several rows"
+
+
+def test_few_steps_serve_all_numbers_of_texts_and_their_graphs_share_one_pool(graphs: None) -> None:
+    engine = static(lively(SHAPES[0]))
+    plain, sampling = Engine(engine.model, VOCAB_SIZE), SamplingConfig.greedy(6)
+    for number in (5, 8, 6, 7, 5):
+        texts = prompts(range(2, 2 + number), seed=number)
+        found = engine.generate_batch(texts, sampling, stop_ids=NEVER)
+        assert found == plain.generate_batch(texts, sampling, stop_ids=NEVER)
+    (step,) = engine._idle.values()
+    assert step.num_rows == 8
+    assert len(POOLS) == len(step.graphs), "none was captured again"
+    engine.generate_batch(prompts([3]), sampling, stop_ids=NEVER)
+    assert len(POOLS) > len(step.graphs)
+    assert len(set(POOLS)) == 1
+
+
+def test_what_a_graph_gave_outlives_the_next_graph_of_its_pool(graphs: None) -> None:
+    engine = static(lively(SHAPES[0]))
+    first, second = (engine.rows([text], [9]) for text in prompts([3, 4]))
+    first.begin(), second.begin()
+    logits = first.extend([0], [1])
+    before = logits.clone()
+    with torch.inference_mode():
+        for _, _, _, result in [one for graph in GRAPHS for one in graph.operations]:
+            for tensor in tensors(result):
+                if tensor.is_floating_point():
+                    tensor.fill_(7.0)  # as the graph does that has their memory too
+    assert torch.equal(logits, before)
+
+
+def test_a_right_padded_prompt_gets_the_logits_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes prompts of different lengths at once."""
+    passes, plain = list[tuple[int, ...]](), Transformer.extend
+
+    def counted(self: Transformer, ids: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        passes.append(tuple(ids.shape))
+        return plain(self, ids, *others, **more)
+
+    model = lively(CHOICES["differential in a window"])
+    monkeypatch.setattr(Transformer, "extend", counted)
+    monkeypatch.setattr(engines, "PROMPT_STEP", 8)
+    texts = prompts([3, 7, 1, 9])
+    logits = static(model).rows(texts, [5] * 4).begin()
+    assert passes == [(3, 7), (1, 9)]
+    for row, text in zip(logits, texts, strict=True):
+        assert far(row, scores(model, torch.tensor([text]))[0, -1]) <= LIMIT
 
 
 def test_streams_at_a_time_have_steps_of_their_own(graphs: None) -> None:
@@ -236,8 +295,8 @@ def test_logits_that_are_not_finite_are_an_error_of_a_static_step_too(graphs: No
 def test_a_model_in_bfloat16_keeps_its_cache_and_computes_in_it(dtype: torch.dtype) -> None:
     model = lively(SHAPES[0]).to(dtype)
     batch = static(model).rows([[1, 2, 3]], [9])
-    assert isinstance(batch, StaticBatch)
-    assert batch.cache.keys.dtype == dtype
+    assert isinstance(batch, ModelBatch)
+    assert batch.step.cache.keys.dtype == dtype
     texts, logits = [1, 2, 3], batch.begin()
     for id in (5, 6, 7, 8, 9):
         texts.append(id)

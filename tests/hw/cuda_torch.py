@@ -34,6 +34,8 @@ FACTS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "mem_get_info": lambda device=None: (78 * GIB, 79 * GIB),
     "max_memory_allocated": lambda device=None: 3 * GIB,
+    "memory_reserved": lambda device=None: GIB // 4,
+    "reset_peak_memory_stats": lambda device=None: None,
     "max_memory_reserved": lambda device=None: 4 * GIB,
     "get_device_properties": lambda device=None: PROPERTIES,
     "get_device_capability": lambda device=None: (9, 0),

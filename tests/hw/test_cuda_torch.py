@@ -39,6 +39,7 @@ def test_the_gpu_of_this_rank_is_found_with_its_format_and_its_entry(tmp_path: P
     assert found.compute_dtype == torch.bfloat16
     assert found.is_gpu
     assert (found.peak_bytes(), found.free_bytes()) == (3 * 2**30, 78 * 2**30)
+    assert found.others_bytes() == 2**30 - 2**28, "of the gibibyte that is not free, torch keeps a quarter"
     entry = specs.of_device(found.name, found.memory_bytes)
     assert entry is not None
     assert (entry.key, devices.listed_peak(found, 2)) == ("h100", 2 * 989.4e12)

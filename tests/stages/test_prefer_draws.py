@@ -123,6 +123,25 @@ def test_log_probabilities_of_then_are_those_of_the_model_that_drew(source: Call
     assert source(kl_coef=0.0).batch(np.arange(4)) is not None
 
 
+def test_a_batch_ends_with_its_longest_answer(
+    source: Callable[..., Rollouts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "LENGTH_STEP", 1)
+    short, whole = source(updates=2, max_new_tokens=9), source(updates=2, max_new_tokens=9)
+    whole.trims = False
+    numbers = np.arange(4)  # to the shorter question alone
+    batch, full = short.batch(numbers), whole.batch(numbers)
+    length = batch.ids.shape[1]
+    assert full.ids.shape[1] == whole.length > length
+    assert (full.targets[:, length:] == IGNORE).all()
+    assert (full.targets[:, length - 1] != IGNORE).any()
+    for name in ("ids", "targets", "positions", "segments"):
+        assert np.array_equal(getattr(batch, name), getattr(full, name)[:, :length])
+    assert short.drawn.now is not None
+    assert whole.drawn.now is not None
+    assert np.allclose(short.drawn.now, whole.drawn.now[:, :length], atol=1e-6)
+
+
 def test_answers_of_several_updates_are_kept_until_no_checkpoint_needs_them(source: Callable[..., Rollouts]) -> None:
     made = source(updates=3)
     order = [made.order(8 * step, 8, 0).tolist() for step in range(7)]

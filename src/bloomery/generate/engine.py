@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
@@ -41,6 +41,8 @@ PROMPT_TOKENS = 256
 """Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
 FEWEST_KEYS = 256
 """That a step on a GPU reads; then twice as many, and so on. A GPU's cache grows by as many tokens."""
+PROMPT_STEP = 128
+"""On a GPU. Prompts whose lengths differ by less may be computed together, the shorter ones filled up."""
 IDLE_STEPS = 2
 """That an engine keeps with their caches for the next texts."""
 
@@ -130,6 +132,7 @@ class Engine:
         self.drafter()  # which checks the number
         self.adapter: PackedAdapter | None = None
         self._idle: dict[int, StaticStep] = {}
+        self._graphs = devices.GraphPool(model.embed.weight.device)
         self._replays = devices.is_gpu(model.embed.weight.device)
         if self._replays:
             kernel_selection.trust_tried(devices.find(open=False))
@@ -239,14 +242,15 @@ class Engine:
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 
-    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch | StaticBatch":
+    def rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "PackedBatch | ModelBatch":
         """Prompts that are decoded together, with memory for so many more tokens of each."""
         if self.decoder is not None:
             return PackedBatch(self.decoder, self.num_ids, prompts, rooms, self.adapter)
+        tokens = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
         if not self._replays:
-            return ModelBatch(self.model, self.num_ids, prompts, rooms)
-        step = self._step(len(prompts), max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True)))
-        batch = StaticBatch(step, prompts)
+            return ModelBatch(StaticStep(self.model, self.num_ids, len(prompts), tokens), prompts)
+        step = self._step(1 << (len(prompts) - 1).bit_length(), tokens)
+        batch = ModelBatch(step, prompts, PROMPT_STEP)
         weakref.finalize(batch, self._put_back, step).atexit = False
         return batch
 
@@ -266,7 +270,7 @@ class Engine:
                 return step
         if num_rows > 1:
             self._idle.clear()
-        return StaticStep(self.model, self.num_ids, num_rows, self.kept_tokens(tokens))
+        return StaticStep(self.model, self.num_ids, num_rows, self.kept_tokens(tokens), self._graphs)
 
     def _put_back(self, step: "StaticStep") -> None:
         if not step.sound:
@@ -366,75 +370,20 @@ class PackedBatch:
         return logits
 
 
-class ModelBatch:
-    """Sequences that are decoded by the model itself. All are computed until the last has ended."""
-
-    ends_together = True
-    """Whether all prompts end at the same index of the cache, or begin there."""
-
-    def __init__(
-        self, model: Transformer, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]
-    ) -> None:
-        self.model, self.num_ids, self.prompts = model, num_ids, prompts
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
-        longest, like = max(map(len, prompts)), model.embed.weight
-        self.cache = Cache.empty(model.config, len(prompts), longest + max(rooms), like)
-        self.same = bool((self.lengths == self.lengths[0]).all())
-        self.seen = torch.arange(self.cache.capacity) >= (longest - self.lengths)[:, None, None]  # (B, 1, C)
-        self.last = [0] * len(prompts)
-        self.steps = 0
-
-    def begin(self) -> Tensor:
-        """Logits (B, V) of what follows each prompt. Prompts of a length are computed together."""
-        like, longest = self.cache.keys, max(map(len, self.prompts))
-        logits = torch.empty(len(self.prompts), self.num_ids, device=like.device)
-        for length in {len(prompt) for prompt in self.prompts}:
-            rows = [row for row, prompt in enumerate(self.prompts) if len(prompt) == length]
-            cache = Cache.empty(self.model.config, len(rows), length, like)
-            logits[rows] = self._logits([self.prompts[row] for row in rows], cache)
-            for all_rows, some in ((self.cache.keys, cache.keys), (self.cache.values, cache.values)):
-                first = longest - length if self.ends_together else 0
-                all_rows[:, rows, :, first : first + length] = some
-        self.cache.length = longest
-        return logits
-
-    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """Logits of what follows, for some rows, after one more ID of each."""
-        for row, id in zip(rows, ids, strict=True):
-            self.last[row] = id
-        # Any position will do for a row that has ended.
-        positions = (self.lengths + self.steps).clamp(max=self.model.config.context_length - 1)[:, None]
-        mask = None if self.same else self.seen[:, :, : self.cache.length + 1]
-        self.steps += 1
-        return self._logits([[id] for id in self.last], self.cache, positions, mask)[list(rows)]
-
-    def _logits(
-        self, ids: Sequence[Sequence[int]], cache: Cache, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Logits (B, V) of what follows, after each row's new IDs went into the cache. They are all finite."""
-        device = cache.keys.device
-        positions = None if positions is None else positions.to(device)
-        mask = None if mask is None else mask.to(device)
-        logits, sums = computed(
-            self.model, self.num_ids, torch.tensor(ids, device=device), cache, positions=positions, mask=mask
-        )
-        check_finite(sums)
-        return logits
-
-
 @torch.inference_mode()
 def computed(
-    model: Transformer, num_ids: int, ids: Tensor, cache: Cache, **where: Tensor | None
+    model: Transformer, num_ids: int, ids: Tensor, cache: Cache, ends: Int[Tensor, " B"] | None = None
 ) -> tuple[Float[Tensor, "B V"], Float[Tensor, " B"]]:
     """
     Logits of what follows, after each row's new IDs went into the cache, and their sums, which are not finite where any
-    logit is not. Matmuls are in the number format of the cache.
+    logit is not. `ends` are the places of the last IDs that count. Matmuls are in the number format of the cache.
     """
     dtype, kind = cache.keys.dtype, ids.device.type
     # Converted weights are not kept: a graph would keep them in memory of its own.
     with nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype, cache_enabled=False):
-        hidden = model.extend(ids, cache, **where)
-        logits = model.logits(hidden[:, -1:])[:, 0, :num_ids]
+        hidden = model.extend(ids, cache)
+        last = hidden[:, -1:] if ends is None else hidden.gather(1, ends[:, None, None].expand(-1, 1, hidden.shape[2]))
+        logits = model.logits(last)[:, 0, :num_ids]
     return logits, logits.sum(dim=-1)
 
 
@@ -447,9 +396,11 @@ class StaticStep:
     The logits equal those of a whole pass up to the order of sums.
     """
 
-    def __init__(self, model: Transformer, num_ids: int, num_rows: int, tokens: int) -> None:
-        """Memory for `tokens` of each row, of which FEWEST_KEYS is a divisor."""
-        self.model, self.num_ids, self.num_rows = model, num_ids, num_rows
+    def __init__(
+        self, model: Transformer, num_ids: int, num_rows: int, tokens: int, pool: devices.GraphPool | None = None
+    ) -> None:
+        """Memory for `tokens` of each row. Graphs share that of `pool`; without it, none is captured."""
+        self.model, self.num_ids, self.num_rows, self._pool = model, num_ids, num_rows, pool
         device = model.embed.weight.device
         like = torch.empty(0, dtype=compute_format(model), device=device)
         self.cache = Cache.empty(model.config, num_rows, tokens, like)
@@ -468,26 +419,26 @@ class StaticStep:
 
     def run(self, ids: Sequence[int], positions: Sequence[int]) -> Float[Tensor, "B V"]:
         """
-        Logits of what follows a token of each row, at its position. The next call overwrites them. A row may be
-        computed again at its last position, which changes nothing. Raises CheckpointError for logits that are not
-        finite.
+        Logits of what follows a token of each row, at its position. A row may be computed again at its last position,
+        which changes nothing. Rows that are left over compute the first token of the first row. Raises CheckpointError
+        for logits that are not finite.
         """
-        self._host.copy_(torch.tensor([ids, positions])[:, :, None])
+        count, left = len(ids), self.num_rows - len(ids)
+        self._host.copy_(torch.tensor([[*ids, *ids[:1] * left], [*positions, *[0] * left]])[:, :, None])
         self._inputs.copy_(self._host, non_blocking=True)  # whose end the check below waits for
         keys = FEWEST_KEYS
         while keys <= max(positions):
             keys *= 2
         keys = min(keys, self.cache.capacity)
         if keys not in self.graphs:
-            self.graphs[keys] = (
-                devices.captured(lambda: self._compute(keys), self._inputs.device) if self.captures() else None
-            )
+            pool = self._pool if self.captures() else None
+            self.graphs[keys] = pool and pool.captured(lambda: self._compute(keys))
         graph = self.graphs[keys]
         logits, sums = self._compute(keys) if graph is None else graph.replay()
         self.sound = False
-        check_finite(sums)
+        check_finite(sums[:count])
         self.sound = True
-        return logits
+        return logits[:count]
 
     def _compute(self, keys: int) -> tuple[Tensor, Tensor]:
         self.cache.length = keys - 1  # which the step makes longer by one
@@ -507,24 +458,36 @@ def compute_format(model: Transformer) -> torch.dtype:
     return devices.find(open=False).compute_dtype
 
 
-class StaticBatch(ModelBatch):
-    """Sequences that are decoded by a static step. Those that have ended are computed again where they ended."""
+class ModelBatch:
+    """Sequences that are decoded by the model itself. Those that have ended are computed again where they ended."""
 
-    ends_together = False
-
-    def __init__(self, step: StaticStep, prompts: Sequence[Sequence[int]]) -> None:
-        self.step, self.model, self.num_ids, self.cache, self.prompts = (
-            step,
-            step.model,
-            step.num_ids,
-            step.cache,
-            prompts,
-        )
+    def __init__(self, step: StaticStep, prompts: Sequence[Sequence[int]], prompt_step: int = 1) -> None:
+        """Prompts whose lengths are the same in steps of `prompt_step` are computed together."""
+        self.step, self.prompts, self._prompt_step = step, prompts, prompt_step
         self.last = [prompt[-1] for prompt in prompts]
         self.positions = [len(prompt) - 1 for prompt in prompts]
 
+    def begin(self) -> Tensor:
+        """Logits (B, V) of what follows each prompt. Behind shorter ones, their last token is repeated, unseen."""
+        step, groups = self.step, dict[int, list[int]]()
+        like = step.cache.keys
+        logits = torch.empty(len(self.prompts), step.num_ids, device=like.device)
+        for row, prompt in enumerate(self.prompts):
+            groups.setdefault(-(-len(prompt) // self._prompt_step), []).append(row)
+        for rows in groups.values():
+            prompts = [self.prompts[row] for row in rows]
+            ends, longest = [len(prompt) - 1 for prompt in prompts], max(map(len, prompts))
+            ids = [[*prompt, *prompt[-1:] * (longest - len(prompt))] for prompt in prompts]
+            cache = Cache.empty(step.model.config, len(rows), longest, like)
+            inputs = [torch.tensor(numbers, device=like.device) for numbers in (ids, ends)]
+            logits[rows], sums = computed(step.model, step.num_ids, inputs[0], cache, inputs[1])
+            check_finite(sums)
+            for all_rows, some in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
+                all_rows[:, rows, :, :longest] = some
+        return logits
+
     def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """As of a ModelBatch; the next call overwrites the logits."""
+        """Logits of what follows, for some rows, after one more ID of each."""
         for row, id in zip(rows, ids, strict=True):
             self.last[row], self.positions[row] = id, self.positions[row] + 1
         logits = self.step.run(self.last, self.positions)

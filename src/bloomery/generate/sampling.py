@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import DataError
+from bloomery.hw import device as devices
 
 import torch
 from torch import Tensor
@@ -90,14 +91,13 @@ class TokenSampler:
         Raises DataError where none is allowed.
         """
         logits = self._changed(logits, allowed)
-        if self.is_greedy:
-            id = int(logits.argmax())
-        else:
-            chances, ids = distribution(logits, self.sampling)
-            drawn = _drawn(chances, self._generator)
-            id = drawn if ids is None else int(ids[drawn])
+        id = int(logits.argmax() if self.is_greedy else _drawn(*distribution(logits, self.sampling), self.point()))
         self.accept(id)
         return id
+
+    def point(self) -> Float[Tensor, "1"]:
+        """The next random number from 0 to 1, which decides a token: float64, on the CPU."""
+        return torch.rand(1, generator=self._generator, dtype=torch.float64)
 
     def _changed(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
         """Logits after bias, penalties and bans, as a copy where there are any."""
@@ -142,17 +142,34 @@ def choose_each(
 ) -> list[int]:
     """One token ID for each sequence, by its own sampler: what it would get alone. The logits are finite."""
     allowed = allowed or [None] * len(samplers)
-    plain = [sampler.is_greedy and not sampler.changes_logits for sampler in samplers]
-    if all(plain) and all(one is None for one in allowed):
-        likeliest: list[int] = logits.argmax(dim=-1).tolist()  # of all rows at once: a GPU waits once
-        return likeliest
+    plain = all(mask is None for mask in allowed) and not any(sampler.changes_logits for sampler in samplers)
+    if plain and (devices.is_gpu(logits.device) or all(sampler.is_greedy for sampler in samplers)):
+        return _choose_together(logits, samplers)  # a GPU waits once, and hands over only the IDs
     logits = logits.cpu()  # Apple's GPUs have no float64
     return [sampler.choose(row, one) for row, sampler, one in zip(logits, samplers, allowed, strict=True)]
 
 
+def _choose_together(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler]) -> list[int]:
+    """As `choose_each`, where logits stay as they are: all rows of the same settings at once, where the logits are."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        how = sampler.sampling
+        groups.setdefault((how.temperature, how.top_k, how.top_p, how.min_p, how.typical_p), []).append(row)
+    chosen = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
+    for rows in groups.values():
+        some, first = logits[rows], samplers[rows[0]]
+        if first.is_greedy:
+            chosen[rows] = some.argmax(-1)
+            continue
+        points = torch.stack([samplers[row].point() for row in rows]).to(logits.device)
+        chosen[rows] = _drawn(*distribution(some, first.sampling), points)[:, 0]
+    ids: list[int] = chosen.tolist()
+    return ids
+
+
 def distribution(
-    logits: Float[Tensor, " V"], sampling: SamplingConfig
-) -> tuple[Float[Tensor, " C"], Int[Tensor, " C"] | None]:
+    logits: Float[Tensor, "*B V"], sampling: SamplingConfig
+) -> tuple[Float[Tensor, "*B C"], Int[Tensor, "*B C"] | None]:
     """
     What is sampled from, at a temperature that is not 0: numbers in the ratios of the candidates' probabilities, and
     the candidates' IDs, from the likeliest to the least. No IDs: the candidates are all IDs, in their order.
@@ -163,61 +180,65 @@ def distribution(
         scaled, ids = _likeliest(scaled, sampling)
     chances = torch.softmax(scaled, dim=-1)
     if sampling.min_p:
-        chances = torch.where(chances >= sampling.min_p * chances.max(), chances, 0.0)
+        chances = torch.where(chances >= sampling.min_p * chances.amax(-1, keepdim=True), chances, 0.0)
     if sampling.typical_p < 1.0:
-        chances = _typical(chances / chances.sum(), sampling.typical_p)
+        chances = _typical(chances / chances.sum(-1, keepdim=True), sampling.typical_p)
     return chances, ids
 
 
-def _likeliest(scaled: Float[Tensor, " V"], sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+def _likeliest(scaled: Float[Tensor, "*B V"], sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """The candidates of top-k and top-p, from the highest to the lowest; of equal ones the smaller ID is first."""
-    top_k = min(sampling.top_k or len(scaled), len(scaled))
-    if top_k < len(scaled):
-        ordered, ids = _highest(scaled, top_k)
-        ordered, ids = ordered[:top_k], ids[:top_k]
-        total = (ordered - ordered[0]).exp().sum()
+    num_ids = scaled.shape[-1]
+    top_k = min(sampling.top_k or num_ids, num_ids)
+    if top_k < num_ids:
+        ordered, ids = (some[..., :top_k] for some in _highest(scaled, top_k))
+        total = (ordered - ordered[..., :1]).exp().sum(-1, keepdim=True)
     else:
-        total = (scaled - scaled.max()).exp().sum()
-        for count in (FEW, MORE, len(scaled)):
+        total = (scaled - scaled.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+        for count in (FEW, MORE, num_ids):
             ordered, ids = _highest(scaled, count)
-            if count >= len(scaled) or float((ordered - ordered[0]).exp().sum()) >= sampling.top_p * float(total):
+            if ordered.shape[-1] >= num_ids:
+                break
+            if float((ordered - ordered[0]).exp().sum()) >= sampling.top_p * float(total):
                 break
     if sampling.top_p < 1.0:
-        chances = (ordered - ordered[0]).exp() / total
-        ahead = chances.cumsum(-1) - chances  # what the likelier ones already reach
-        kept = ahead < sampling.top_p
-        kept[0] = True
-        ordered, ids = ordered[kept], ids[kept]
+        chances = (ordered - ordered[..., :1]).exp() / total
+        kept = chances.cumsum(-1) - chances < sampling.top_p  # what the likelier ones already reach
+        kept[..., 0] = True
+        most = int(kept.sum(-1).max())
+        ordered, ids = ordered.masked_fill(~kept, -torch.inf)[..., :most], ids[..., :most]
     return ordered, ids
 
 
-def _highest(scaled: Float[Tensor, " V"], count: int) -> tuple[Tensor, Tensor]:
-    """So many of the highest, and those that equal the last of them, in order; and their IDs."""
-    if count >= len(scaled):
-        return torch.sort(scaled, descending=True, stable=True)
+def _highest(scaled: Float[Tensor, "*B V"], count: int) -> tuple[Tensor, Tensor]:
+    """So many of the highest, and those that equal the last of them, in order; and their IDs. Of several rows, all."""
+    if count >= scaled.shape[-1] or scaled.dim() > 1:
+        return torch.sort(scaled, dim=-1, descending=True, stable=True)
     some = (scaled >= torch.topk(scaled, count).values[-1]).nonzero()[:, 0]
     ordered, order = torch.sort(scaled[some], descending=True, stable=True)
     return ordered, some[order]
 
 
-def _typical(chances: Float[Tensor, " C"], mass: float) -> Float[Tensor, " C"]:
+def _typical(chances: Float[Tensor, "*B C"], mass: float) -> Float[Tensor, "*B C"]:
     """Zero for the candidates whose surprise is farther from the entropy than that of those that reach the mass."""
     surprise = -chances.log()
-    entropy = torch.where(chances > 0, chances * surprise, 0.0).sum()
-    far = (surprise - entropy).abs()
-    for count in (FEW, MORE, len(far)):
-        nearest, order = torch.topk(far, min(count, len(far)), largest=False)
-        reached = chances[order].cumsum(-1)
-        if count >= len(far) or float(reached[-1]) >= mass:
+    entropy = torch.where(chances > 0, chances * surprise, 0.0).sum(-1, keepdim=True)
+    far, most = (surprise - entropy).abs(), chances.shape[-1]
+    for count in (FEW, MORE, most):
+        nearest, order = torch.topk(far, min(count, most), largest=False)
+        reached = chances.gather(-1, order).cumsum(-1)
+        if count >= most or bool((reached[..., -1] >= mass).all()):
             break
-    last = int((reached < mass).sum())
-    return torch.where(far <= nearest[min(last, len(nearest) - 1)], chances, 0.0)
+    last = (reached < mass).sum(-1, keepdim=True).clamp(max=nearest.shape[-1] - 1)
+    return torch.where(far <= nearest.gather(-1, last), chances, 0.0)
 
 
-def _drawn(chances: Float[Tensor, " C"], generator: torch.Generator | None) -> int:
-    """An index, as often as its number is large: by one random number in the sum of all."""
+def _drawn(
+    chances: Float[Tensor, "*B C"], ids: Int[Tensor, "*B C"] | None, point: Float[Tensor, "*B 1"]
+) -> Int[Tensor, "*B 1"]:
+    """An ID, as often as its number is large: by one random number from 0 to 1 in the sum of all."""
     sums = chances.cumsum(-1)
-    point = torch.rand(1, generator=generator, dtype=torch.float64) * sums[-1]
     # The first sum above the point: where a chance is 0, the sum is that of the index before.
-    index = int(torch.searchsorted(sums, point, right=True))
-    return index if index < len(sums) else int(chances.nonzero()[-1])
+    index = torch.searchsorted(sums, point * sums[..., -1:], right=True)
+    index = index.minimum((sums < sums[..., -1:]).sum(-1, keepdim=True))  # a point may be rounded up to the sum
+    return index if ids is None else ids.gather(-1, index)

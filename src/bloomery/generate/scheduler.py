@@ -19,7 +19,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
 from bloomery.generate.decoder import PAGE, Decoder, PackedAdapter, PagedText, PagePool, Pages
-from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, PackedBatch, StaticBatch, check_finite
+from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, PackedBatch, check_finite
 from bloomery.generate.sampling import TokenSampler
 from bloomery.hw.device import find
 from bloomery.hw.host import Host, free_bytes
@@ -184,7 +184,7 @@ class _Sequence:
     text: PagedText = field(default_factory=PagedText)
     drafts: list[int] = field(default_factory=list)
     """Guesses of the next tokens that are computed in the same step as the last ID."""
-    rows: PackedBatch | ModelBatch | StaticBatch | None = None
+    rows: PackedBatch | ModelBatch | None = None
 
     @property
     def adapter(self) -> PackedAdapter | None:

@@ -95,6 +95,18 @@ class Device:
         if self.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def others_bytes(self) -> int:
+        """Memory of a GPU that others than this process's tensors use: its libraries, other processes, the screen."""
+        if self.torch_device.type != "cuda":
+            return 0
+        free, whole = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, whole - free - torch.cuda.memory_reserved(self.torch_device))
+
+    def restart_peak(self) -> None:
+        """Let `peak_bytes` of a GPU begin again with what is there now."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     def peak_bytes(self) -> int:
         """The most memory that this process has held: on the device, or on a CPU in total (0 where unknown)."""
         if self.torch_device.type == "cuda":
@@ -255,45 +267,64 @@ WARM_CALLS = 2
 
 @dataclass(frozen=True)
 class Graph:
-    """What a GPU replays, and the tensors that it then overwrites."""
+    """What a GPU replays, and the tensors that it then overwrites, as any graph of the same pool may."""
 
     graph: Any
     """A torch.cuda.CUDAGraph."""
     outputs: tuple[torch.Tensor, ...]
+    lock: threading.Lock
 
     def replay(self) -> tuple[torch.Tensor, ...]:
-        self.graph.replay()
-        return self.outputs
+        """Copies of what comes out, made before another graph of the pool begins."""
+        with self.lock:
+            self.graph.replay()
+            return tuple(one.clone() for one in self.outputs)
 
 
 _CAPTURE = threading.Lock()
 """A process captures one graph at a time."""
 
 
-def captured(work: Callable[[], tuple[torch.Tensor, ...]], device: torch.device) -> Graph | None:
+class GraphPool:
     """
-    Some work of a GPU as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The
-    work reads and writes only memory that stays, and never waits for the GPU.
+    Graphs of a GPU that share the memory in which they compute: as much as the largest needs, and not their sum. So one
+    is replayed after another, on one stream. All are captured on the same stream: torch shares no memory otherwise.
     """
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    stream.wait_stream(before)
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_CALLS):
-            work()
-    before.wait_stream(stream)
-    try:
-        # Other threads may ask for memory meanwhile.
-        with _CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outputs = work()
-    except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt | SystemExit):  # it came in the midst, and is not lost
-            raise error.__context__ from None
-        torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
-        reason = str(error.__context__ or error).strip().partition("\n")[0]
-        info(f"Decoding without a CUDA graph, which is slower: {reason}")
-        return None
-    return Graph(graph, outputs)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._shared: tuple[Any, Any] | None = None
+        """Where graphs are captured: a stream, and torch's name for their memory."""
+
+    def captured(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> Graph | None:
+        """
+        Some work as one graph, after it ran a few times. None where it cannot be captured, and a line says so. The work
+        reads and writes only memory that stays, and never waits for the GPU.
+        """
+        with _CAPTURE:  # the stream is shared, and threads would record what others compute on it
+            if self._shared is None:
+                self._shared = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            stream, pool = self._shared
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_CALLS):
+                    work()
+            before.wait_stream(stream)
+            try:  # other threads may ask for memory meanwhile
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    outputs = work()
+            except RuntimeError as error:
+                if isinstance(
+                    error.__context__, KeyboardInterrupt | SystemExit
+                ):  # it came in the midst: it is not lost
+                    raise error.__context__ from None
+                torch.cuda.set_stream(before)  # which a graph that failed leaves to its own
+                self._shared = None
+                reason = str(error.__context__ or error).strip().partition("\n")[0]
+                info(f"Decoding without a CUDA graph, which is slower: {reason}")
+                return None
+        return Graph(graph, outputs, self._lock)
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -434,6 +434,7 @@ def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World)
     common = _common(config, start, base, out, world)
     known = {split: questions(out, split, start.renderer) for split in SPLITS}
     rollouts = Rollouts(loss, known["train"], start.renderer, start.model, config.seed, out, reference, world)
+    rollouts.trims = config.compile != "on"
     rows = max(1, config.global_batch_tokens // (loss.group_size * rollouts.length)) * loss.group_size
     info(f"  a step asks {rows // loss.group_size} questions, and samples {loss.group_size} answers to each")
     training_run = TrainingRun(

@@ -34,6 +34,8 @@ from bloomery.train.validation import Sampler, evaluating
 import torch
 
 AT_ONCE = 64
+LENGTH_STEP = 64
+"""Lengths of batches are multiples of it."""
 FOLDER = "drawn"
 """Of the stage: answers that more than one update is made with, until no checkpoint needs them."""
 
@@ -131,10 +133,12 @@ class Rollouts:
     rows_at_once: int = 1
     used_before: bool = False
     """Whether the next batch was trained on before."""
+    trims: bool = True
+    """Whether a batch is as long as its longest answer needs, in steps: compiled blocks want a single length."""
     learned_from: bool = False
     """Whether batches are for a run, in its order. If not, they are for a trial before the run, which keeps nothing."""
     length: int = field(init=False)
-    """Tokens of a sample: the longest question, and the longest answer."""
+    """Tokens of a sample at most: the longest question, and the longest answer."""
     num_samples: int = field(init=False)
     _kept: "tuple[Batch, Drawn] | None" = None
 
@@ -190,12 +194,16 @@ class Rollouts:
             worth[row] = torch.tensor([reward.right, reward.ended, len(said)])
         for tensor in (tokens, learned, worth):
             self.world.sum(tensor)
-        rows, count = tokens.numpy(), len(numbers)
+        length = self.length
+        if self.trims:  # what is behind the last answer has no loss, and no answer sees it
+            last = int((learned.any(0) * torch.arange(length + 1)).max())
+            length = min(length, -(-last // LENGTH_STEP) * LENGTH_STEP)
+        rows, count = tokens.numpy()[:, : length + 1], len(numbers)
         batch = Batch(
             ids=rows[:, :-1].copy(),
-            targets=np.where(learned.numpy()[:, 1:] > 0, rows[:, 1:], IGNORE),
-            positions=np.tile(np.arange(self.length), (count, 1)),
-            segments=np.zeros((count, self.length), np.int64),
+            targets=np.where(learned.numpy()[:, 1 : length + 1] > 0, rows[:, 1:], IGNORE),
+            positions=np.tile(np.arange(length), (count, 1)),
+            segments=np.zeros((count, length), np.int64),
             samples=numbers,
         )
         return batch, self._told(batch, worth.numpy())

@@ -201,7 +201,7 @@ class MetricsLogger:
 
     def _watch_memory(self) -> None:
         """Say once that memory is nearly used up: the next long row or another program may be too much."""
-        used, there = self.device.peak_bytes(), self.device.memory_bytes
+        used, there = self.device.peak_bytes() + self.device.others_bytes(), self.device.memory_bytes
         if there and used > NEARLY_FULL * there and not self._warned:
             self._warned = True
             info(

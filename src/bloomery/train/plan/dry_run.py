@@ -68,6 +68,7 @@ class DryRun:
     def run(self, rows: int, rows_per_step: int) -> Tried:
         """Raises HardwareError where not even one row fits."""
         most = -(-rows_per_step // self.world.size)
+        self.precision.device.restart_peak()  # that of a trial of other blocks does not count
         self.optimizers.set_share(0.0)
         rows = min(rows, most)
         self._step(rows if self.one_shape else 1, 1)
