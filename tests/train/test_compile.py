@@ -242,8 +242,24 @@ def test_rows_that_memory_does_not_hold_are_left_to_the_dry_run(
     stats = session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
     assert stats["steps"] == 9
     noted = json.loads((tmp_path / "compile.json").read_text())
-    assert noted["4"] == {"compiled": False, "why": "memory runs out in a pass of the plain blocks"}
+    assert not noted["4"]["compiled"]
+    assert noted["4"]["why"].startswith("it failed with OutOfMemoryError")
     assert noted["2"]["compiled"]
+
+
+def test_blocks_that_memory_holds_only_compiled_are_compared_with_half_the_rows_at_once() -> None:
+    model = lively(SHAPES[0])
+
+    def trial() -> tuple[float, float]:
+        if not isinstance(model.blocks[0].forward, compile._Compiled):
+            raise torch.OutOfMemoryError("out of memory")
+        return compile._pass(model, BATCH, on_cpu())
+
+    halves = [partial(compile._pass, model, BATCH, on_cpu(), 2)]
+    verdict = compile_blocks(model, "on", [trial], compiler=honest)
+    assert verdict.why == "memory runs out in a pass of the plain blocks"
+    assert compile_blocks(model, "on", [trial], compiler=honest, halves=[trial]) == verdict
+    assert compile_blocks(model, "on", [trial], compiler=honest, halves=halves).compiled
 
 
 def test_gradients_that_leave_float16_at_the_first_scale_say_nothing_of_the_compiler() -> None:

@@ -136,11 +136,15 @@ def decide(
         info(f"  blocks are not compiled, as before: {known.why} (remove {note} to try again)")
         return known
     mode: CompileMode = "on" if known is not None else config.compile
-    trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
+    batches = usual_batches(samples, config, world.size)
+    trials = [partial(_pass, model, batch, precision) for batch in batches]
+    halves = [partial(_pass, model, batch, precision, 2) for batch in batches if mode == "on" and len(batch.ids) > 1]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
     passes = config.steps * -(-rows_per_step(config, samples.length) // (rows * world.size))
     with world.alike():
-        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes)
+        verdict = compile_blocks(
+            model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes, halves=halves
+        )
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -194,9 +198,9 @@ def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
 
 
-def _pass(model: Transformer, batch: Batch, precision: Precision) -> tuple[float, float]:
+def _pass(model: Transformer, batch: Batch, precision: Precision, parts: int = 1) -> tuple[float, float]:
     trial = precision.for_trial()
-    work = partial(accumulate_gradients, model, batch, len(batch.ids), trial)
+    work = partial(accumulate_gradients, model, batch, -(-len(batch.ids) // parts), trial)
     sums, norm = retry_on_overflow(model, trial, work)
     model.zero_grad(set_to_none=True)
     return sums.loss, float(norm)
@@ -230,27 +234,32 @@ def compile_blocks(
     compiler: Callable[..., Any] = STATIC,
     limit_seconds: float = LIMIT_SECONDS,
     passes: float = math.inf,
+    halves: Sequence[Trial] = (),
 ) -> Verdict:
     """
     Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
-    too: of a pass, and of all `passes` of the run.
+    too: of a pass, and of all `passes` of the run. `halves` are the trials with half the rows at once, for plain blocks
+    that memory does not hold: compiled ones take less.
     """
     if mode == "off":
         return Verdict(False, "not asked for")
-    sharded, plain = fsdp.is_sharded(model), None
-    try:
-        before = _seconds(trials) if mode == "auto" else 0.0
-        ahead = passes * before / max(1, len(trials))
-        if mode == "auto" and ahead < WORTH_SECONDS:
-            why = f"the run is short: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
-            return Verdict(False, why, lasts=False)
-        plain = [trial() for trial in trials]
-    except RuntimeError as error:
-        if sharded or not devices.is_out_of_memory(error):
-            raise
-    if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
-        model.zero_grad(set_to_none=True)
+    sharded, before = fsdp.is_sharded(model), 0.0
+    plain: list[tuple[float, float]] | None = None
+    for some in filter(None, (trials, halves)):
+        try:
+            before = _seconds(some) if mode == "auto" else 0.0
+            ahead = passes * before / len(some)
+            if mode == "auto" and ahead < WORTH_SECONDS:
+                why = f"the run is short: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
+                return Verdict(False, why, lasts=False)
+            plain = [trial() for trial in some]
+            break
+        except RuntimeError as error:
+            if sharded or not devices.is_out_of_memory(error):
+                raise
+        model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the pass
         devices.give_back_memory()
+    if plain is None:
         return Verdict(False, "memory runs out in a pass of the plain blocks")
     kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]

@@ -103,8 +103,12 @@ class _AttentionElsewhere(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = context.saved_tensors
         sums = upstream[0].sum(-1, dtype=torch.float32)
+        # Flash attention adds up the gradient of queries in float32, and grouped heads' gradients after all of them.
+        room = [torch.empty_like(q, dtype=torch.float32)]
+        if q.shape[1] > k.shape[1]:
+            room += [one.new_empty(len(one), q.shape[1], *one.shape[2:]) for one in (k, v)]
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del sums
+        del sums, room
         return *grads, None
 
 
@@ -634,8 +638,8 @@ class _Ready:
 
 
 def traceable(way: TrainSetup) -> bool:
-    """Whether the step is one that this software makes."""
-    return not way.sharded or way.method == "full"
+    """Whether the step is one that this software makes. What a compiler keeps is known by arithmetic alone."""
+    return (not way.sharded or way.method == "full") and not way.compiled
 
 
 def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
