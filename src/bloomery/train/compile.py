@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,8 +39,9 @@ from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.attention import Attention, AttentionMask
+from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
+from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset, SampleSource
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
@@ -61,6 +62,8 @@ LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
 ROWS_SEEN, TOKENS_SEEN, SELDOM = 256, 2**20, 0.01
 """What is looked at of each part of the samples; and the share of micro-batches below which a kind is not tried."""
 ELSEWHERE = "it is not on another rank"
+FEW_IDS = 256
+"""Of a model whose layers alone are tried."""
 
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
@@ -96,13 +99,65 @@ def settled(config: Training, device: Device, early: bool = True) -> Training:
     """
     The settings for a device: `auto` compiles for GPUs alone, as on a CPU it takes minutes, and small models lose. It
     also needs samples for a trial before the first step, which are not `early` where the model samples them itself.
-    Parts on several ranks exchange numbers in each block, so that a failed trial could not be left: `auto` does not
-    try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
+    Over a mesh, `auto` does not try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
     """
-    may_try = early and config.parallelism == "none" and config.mesh is None and not config.deterministic
+    may_try = early and config.mesh is None and not config.deterministic
     if config.compile != "auto" or (may_try and device.is_gpu):
         return config
     return config.model_copy(update={"compile": "off"})
+
+
+def settled_before_sharding(
+    config: Training, shape: ModelConfig, samples: SampleSource, precision: Precision, out: Path, world: World
+) -> Training:
+    """
+    The settings of a model that is to lie in parts: whether `auto` compiles, the same on all ranks. Parts are exchanged
+    in front of each block, where a trial that fails on a rank would leave the others waiting. So each rank tries a few
+    layers of its own, with random weights and few token IDs, before there are parts.
+    """
+    if config.compile != "auto":
+        return config
+    note, rows = out / "compile.json", _rows(config, samples.length, world.size)
+    verdict = _agreed(note, rows, world)
+    if verdict is None:
+        with world.alike():
+            verdict = _tried_layers(config, shape, samples, precision, world.size)
+        if world.any(not verdict.compiled):
+            why = ELSEWHERE if verdict.compiled else verdict.why
+            info(f"  blocks are not compiled: {why}", style="yellow" if verdict.lasts else "")
+            if verdict.lasts:
+                core_io.write_json(note, {**_noted(note), str(rows): {"compiled": False, "why": why}})
+            return config.model_copy(update={"compile": "off"})
+    return config.model_copy(update={"compile": "on" if verdict.compiled else "off"})
+
+
+def _tried_layers(
+    config: Training, shape: ModelConfig, samples: SampleSource, precision: Precision, ranks: int
+) -> Verdict:
+    if why := kernel_selection.why_not("block-compiled", precision.device):
+        return Verdict(False, why)
+    layers = min(shape.num_layers, shape.turn)
+    model = Transformer(shape.model_copy(update={"num_layers": layers}), FEW_IDS)
+    model.initialize(0)
+    model.to(precision.device.torch_device)
+    assert config.activation_checkpointing != "auto", "decided before"
+    checkpoint_activations(model, config.activation_checkpointing)
+    batches = [
+        replace(one, ids=one.ids % FEW_IDS, targets=np.where(one.targets == IGNORE, IGNORE, one.targets % FEW_IDS))
+        for one in usual_batches(samples, config, ranks)
+    ]
+    trials = [partial(_pass, model, batch, precision) for batch in batches]
+    passes = _passes(config, samples.length, ranks) * shape.num_layers / layers
+    tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
+    verdict = compile_blocks(model, "auto", trials, tolerance=tolerance, compiler=STATIC, passes=passes)
+    del model, trials
+    devices.give_back_memory()
+    return verdict
+
+
+def _passes(config: Training, length: int, ranks: int) -> int:
+    """Micro-batches of a rank in the whole run."""
+    return config.steps * -(-rows_per_step(config, length) // (_rows(config, length, ranks) * ranks))
 
 
 def prepare(
@@ -140,7 +195,7 @@ def decide(
     trials = [partial(_pass, model, batch, precision) for batch in batches]
     halves = [partial(_pass, model, batch, precision, 2) for batch in batches if mode == "on" and len(batch.ids) > 1]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
-    passes = config.steps * -(-rows_per_step(config, samples.length) // (rows * world.size))
+    passes = _passes(config, samples.length, world.size)
     with world.alike():
         verdict = compile_blocks(
             model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes, halves=halves

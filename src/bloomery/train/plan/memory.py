@@ -173,9 +173,9 @@ def activation_parts(
     """
     Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again.
 
-    A block that is `compiled` computes again what needs no matmul. It keeps x once, the result of attention's last
-    matmul instead of the second x, no x / |x|, and of the feed-forward's inner numbers the results of matmuls and the
-    input of the last (counted in what torch's min-cut partitioner saves of GPT-2, plasma and Llama blocks).
+    A block that is `compiled` computes again what needs no matmul. It keeps x once, and no x / |x|. Instead of the
+    second x it keeps the result of attention's last matmul. Of the feed-forward's inner numbers it keeps the results of
+    matmuls and the input of the last. Torch's min-cut partitioner saves this of GPT-2, plasma and Llama blocks.
     """
     D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E

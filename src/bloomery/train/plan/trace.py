@@ -30,7 +30,6 @@ plan. On other devices it is clock time.
 Tracing and timing share one file because both run the same step.
 """
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -283,12 +282,6 @@ class TracedStep:
     kernels: frozenset[str] = field(default_factory=lambda: TRACED_KERNELS & kernel_trials.all_trusted())
     """Our own kernels, on another device than a CPU: those that this process trusts. They keep less than torch's."""
 
-    @property
-    def turn(self) -> int:
-        """Layers until their kinds begin again."""
-        kinds = self.model.attention, self.model.sliding_window, self.model.mlp
-        return math.lcm(*(len(one) for one in kinds))
-
     def with_layers(self, layers: int) -> "TracedStep":
         return replace(self, model=self.model.model_copy(update={"num_layers": layers}))
 
@@ -374,7 +367,7 @@ def trace(step: TracedStep) -> Traced:
 def extrapolated(step: TracedStep) -> Traced:
     """As `trace`, which keeps its results."""
     turns = 2 if step.ranks == 1 else 3  # ranks gather the next of their layers early: both of two would lie together
-    layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
+    layers, few, more = step.model.num_layers, turns * step.model.turn, (turns + 1) * step.model.turn
     if layers <= more:
         return _traced(step)
     low, high = _traced(step.with_layers(few)), _traced(step.with_layers(more))
@@ -523,7 +516,7 @@ class Timed(NamedTuple):
 
 def timed(step: TracedStep, device: Device) -> Timed | None:
     """None where even the small models are too large to be made for a plan."""
-    layers, few = step.model.num_layers, step.turn
+    layers, few = step.model.num_layers, step.model.turn
     more = _layers(step, device)
     if cost(step.with_layers(more).model, step.vocab_size).parameters > SLICE_PARAMETERS:
         return None
@@ -572,7 +565,7 @@ def with_rows(timed: Timed, half: Timed | None, rows: int, all_rows: int) -> Tim
 
 def _layers(step: TracedStep, device: Device) -> int:
     """Of the larger model: whole turns, as many as are soon done with all rows, two at least; or all there are."""
-    layers, turn = step.model.num_layers, step.turn
+    layers, turn = step.model.num_layers, step.model.turn
     more = min(layers, 2 * turn)
     while more < layers and _is_small(step.with_layers(min(layers, more + turn)), device):
         more = min(layers, more + turn)
