@@ -163,19 +163,20 @@ def sources(host: Host) -> list[list[Source]]:
     return asked
 
 
-def _amd_cards(host: Host) -> list[str]:
+def _amd_cards(host: Host) -> dict[str, int]:
+    """The folder of each card, and how many percent of the time it is busy."""
     cards = [f"sys/class/drm/{name}/device" for name in host.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
-    return [card for card in cards if host.number(f"{card}/gpu_busy_percent") is not None]
+    return {card: busy for card in cards if (busy := host.number(f"{card}/gpu_busy_percent")) is not None}
 
 
 def _amdgpu(host: Host) -> dict[str, Reading]:
     cards = _amd_cards(host)
     if not cards:
         raise _UnreadableError("amdgpu no longer shows its files")
-    return {f"amd{index}": _amdgpu_card(host, card) for index, card in enumerate(cards)}
+    return {f"amd{index}": _amdgpu_card(host, card, busy) for index, (card, busy) in enumerate(cards.items())}
 
 
-def _amdgpu_card(host: Host, card: str) -> Reading:
+def _amdgpu_card(host: Host, card: str, busy: int) -> Reading:
     sensors = [f"{card}/hwmon/{name}" for name in host.names(f"{card}/hwmon")]
     memory, whole = host.number(f"{card}/mem_info_vram_used"), host.number(f"{card}/mem_info_vram_total")
     if memory is not None and whole is not None and whole <= SMALL_MEMORY_BYTES:
@@ -183,7 +184,7 @@ def _amdgpu_card(host: Host, card: str) -> Reading:
     powers = (f"{sensor}/{name}" for sensor in sensors for name in ("power1_average", "power1_input"))
     temperatures = (f"{sensor}/temp{number}_input" for sensor in sensors for number in (1, 2))
     return _known(
-        use=(host.number(f"{card}/gpu_busy_percent"), 0.01),
+        use=(busy, 0.01),
         memory_bytes=(memory, 1),
         power_watts=(_first(host, powers), 1e-6),
         temperature_celsius=(_first(host, temperatures), 1e-3),

@@ -38,6 +38,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
@@ -45,10 +47,11 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
-from bloomery.model.attention import FLEX_TOKENS, AttentionMask, segment_bounds
+from bloomery.model.attention import FLEX_TOKENS, AttentionMask
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.transformer import Transformer, on_meta
+from bloomery.shards.loader import Batch
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Mesh, Optimizer
@@ -59,7 +62,7 @@ from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.precision import Precision, keep_weights
-from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
+from bloomery.train.step import Placed, clipping, gradients, placed, placed_losses, sparse_embedding_grad
 from bloomery.weights.opened import own_weights, put_weight
 
 import torch
@@ -600,13 +603,12 @@ class _Ready:
         self._precision = Precision.decide("auto", replace(device, compute_dtype=step.precision))
         self._model: Transformer = step.load(initialized=True).to(device.torch_device)
         self._optimizers: Optimizers = step.prepare(self._model, self._precision)
-        ids = torch.randint(step.vocab_size, (step.rows, step.model.context_length), device=device.torch_device)
-        places = torch.arange(step.model.context_length, device=device.torch_device).expand(step.rows, -1)
-        segments = places // (step.model.context_length // DOCUMENTS + 1) if step.packed and device.is_gpu else None
-        supervised = torch.arange(ids.numel(), device=device.torch_device)
-        bounds = None if segments is None else segment_bounds(segments.cpu().numpy())
-        ends = None if bounds is None else torch.from_numpy(bounds).to(device.torch_device)
-        self._batch = Placed(ids, places, segments, supervised, ids.flatten(), ends)
+        rows, length = step.rows, step.model.context_length
+        ids = np.random.default_rng(0).integers(0, step.vocab_size, (rows, length))
+        places = np.tile(np.arange(length), (rows, 1))
+        documents = DOCUMENTS if step.packed and device.is_gpu else 1
+        batch = Batch(ids, ids, places, places // (length // documents + 1), np.arange(rows))
+        self._batch = placed(batch, device.torch_device)
 
     def once(self) -> Timed:
         began = self._now()
