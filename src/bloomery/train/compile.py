@@ -143,8 +143,9 @@ def _tried_layers(
     assert config.activation_checkpointing != "auto", "decided before"
     checkpoint_activations(model, config.activation_checkpointing)
     batches = [
-        replace(one, ids=one.ids % FEW_IDS, targets=np.where(one.targets == IGNORE, IGNORE, one.targets % FEW_IDS))
-        for one in usual_batches(samples, config, ranks)
+        replace(batch, ids=batch.ids % FEW_IDS, targets=np.where(learned, batch.targets % FEW_IDS, IGNORE))
+        for batch in usual_batches(samples, config, ranks)
+        for learned in [batch.targets != IGNORE]
     ]
     trials = [partial(_pass, model, batch, precision) for batch in batches]
     passes = _passes(config, samples.length, ranks) * shape.num_layers / layers
