@@ -305,7 +305,7 @@ def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[f
     where = placed(batch, precision.device.torch_device)
     hidden = _supervised(model, where, precision)
     counts, head = (batch.targets != IGNORE).sum(1).tolist(), model.head_rows(hidden.dtype)
-    rows = zip(hidden.split(counts), where.targets.split(counts), strict=True)
+    rows = zip(torch.split(hidden, counts), torch.split(where.targets, counts), strict=True)
     return [float(token_losses(some, head, targets)[1]) for some, targets in rows]
 
 

@@ -123,11 +123,9 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
-            if self._sharded:
-                doing("trying whether to compile blocks" if self.config.compile == "auto" else "sharding the model")
-                how = compile.settled_before_sharding
-                self.config = how(self.config, self._shape, self.samples, precision, self._desk, self.world)
             if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
+                inputs = self._shape, self.samples, precision, self._desk, self.world
+                self.config = compile.settled_before_sharding(self.config, *inputs)
                 on_meta = any(weight.is_meta for weight in self.model.parameters())
                 fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta), own=self.own)
             keep_weights(self.model, self.config.weight_dtype)
