@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_020,
     "weights": 6_000,
-    "train": 10_030,
+    "train": 10_110,
     "generate": 1_910,
     "evaluation": 4_760,
     "serve": 3_590,

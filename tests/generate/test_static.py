@@ -304,6 +304,24 @@ def test_a_model_in_bfloat16_keeps_its_cache_and_computes_in_it(dtype: torch.dty
     assert far(logits[0], scores(model, torch.tensor([texts]))[0, -1]) < 0.03
 
 
+@pytest.mark.parametrize("base", ["bfloat16", "int8", "nf4"])
+def test_a_static_step_in_bfloat16_is_as_near_to_float32_as_a_whole_pass_in_bfloat16(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rounds where a whole pass rounds: the distance from float32 is that of the format."""
+    monkeypatch.setattr(engines, "compute_format", lambda model: torch.bfloat16)
+    monkeypatch.setattr(cpu, "ready", lambda *_: False)
+    model, ids = frozen(base), random_ids(1, 30, 5)
+    batch = static(model).rows([ids[0, :4].tolist()], [30])
+    steps = [batch.begin().clone(), *(batch.extend([0], [id]).clone() for id in ids[0, 4:].tolist())]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = scores(model, ids)[0, 3:]
+    exact = scores(model, ids)[0, 3:]
+    step_error, whole_error = far(torch.cat(steps), exact), far(whole, exact)
+    assert 1e-3 < whole_error < 0.05, "a pass in float32 would say nothing"
+    assert step_error < 1.5 * whole_error
+
+
 def test_requests_of_a_scheduler_take_turns_with_static_steps(graphs: None) -> None:
     model = lively(SHAPES[0])
     texts = prompts([3, 6, 2, 4])

@@ -212,6 +212,18 @@ def test_numbers_that_no_gpu_has_are_named_once_and_left_out(tmp_path: Path, sai
     assert [line.partition("=")[0] for line in said] == ["amd0 says use", "amd0 says temperature_celsius"]
 
 
+def test_how_busy_a_card_is_is_read_once_for_a_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, plain, read = machine(tmp_path, amd(DISCRETE)), Host.number, list[str]()
+
+    def number(self: Host, name: str) -> int | None:
+        read.append(name)
+        return plain(self, name)
+
+    monkeypatch.setattr(Host, "number", number)
+    assert monitor._amdgpu(host)["amd0"]["use"] == 0.97
+    assert sum(name.endswith("gpu_busy_percent") for name in read) == 1
+
+
 def test_a_line_has_the_mean_of_use_and_power_and_the_largest_memory_and_temperature(tmp_path: Path) -> None:
     host = machine(tmp_path, amd(DISCRETE))
     watch = GpuMonitor(1, None, host)

@@ -154,3 +154,19 @@ def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.Mo
     assert triton.ready("rms-norm", torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))
     assert not triton.ready("rms-norm", torch.ones(2, 2, dtype=torch.float64))
     assert not triton.ready("rotary", torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_turned_heads_lie_as_the_projection_gave_them(normed: bool) -> None:
+    """Else attention's result lies head by head, and its copy for the next matmul is kept by each layer."""
+    angles = torch.ones(1, 1, 3, 8)
+    x = torch.randn(2, 3, 5, 8, requires_grad=True)
+    with triton.traced(frozenset({"rotary", "rotary-norm"})):
+        y = triton.rotate(
+            x.transpose(1, 2), angles, angles, torch.ones(8) if normed else None, 1e-5 if normed else None
+        )
+        y.sum().backward()
+    assert y.shape == (2, 5, 3, 8)
+    assert y.transpose(1, 2).is_contiguous()
+    assert x.grad is not None
+    assert x.grad.is_contiguous()

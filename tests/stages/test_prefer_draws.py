@@ -123,9 +123,7 @@ def test_log_probabilities_of_then_are_those_of_the_model_that_drew(source: Call
     assert source(kl_coef=0.0).batch(np.arange(4)) is not None
 
 
-def test_a_batch_ends_with_its_longest_answer(
-    source: Callable[..., Rollouts], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_ends_with_its_longest_answer(source: Callable[..., Rollouts], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "LENGTH_STEP", 1)
     short, whole = source(updates=2, max_new_tokens=9), source(updates=2, max_new_tokens=9)
     whole.trims = False

@@ -20,11 +20,12 @@ from bloomery.core.config import build
 from bloomery.core.errors import RunError
 from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu
+from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset
 from bloomery.train import compile
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.compile import TIGHT, Verdict, compile_blocks, usual_batches
-from bloomery.train.config import Training
+from bloomery.train.config import Mesh, Training
 from bloomery.train.plan.dry_run import DryRun
 from bloomery.train.step import accumulate_gradients, gradients
 from tests.model.made import SHAPES, lively
@@ -242,8 +243,24 @@ def test_rows_that_memory_does_not_hold_are_left_to_the_dry_run(
     stats = session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
     assert stats["steps"] == 9
     noted = json.loads((tmp_path / "compile.json").read_text())
-    assert noted["4"] == {"compiled": False, "why": "memory runs out in a pass of the plain blocks"}
+    assert not noted["4"]["compiled"]
+    assert noted["4"]["why"].startswith("it failed with OutOfMemoryError")
     assert noted["2"]["compiled"]
+
+
+def test_blocks_that_memory_holds_only_compiled_are_compared_with_half_the_rows_at_once() -> None:
+    model = lively(SHAPES[0])
+
+    def trial() -> tuple[float, float]:
+        if not isinstance(model.blocks[0].forward, compile._Compiled):
+            raise torch.OutOfMemoryError("out of memory")
+        return compile._pass(model, BATCH, on_cpu())
+
+    halves = [partial(compile._pass, model, BATCH, on_cpu(), 2)]
+    verdict = compile_blocks(model, "on", [trial], compiler=honest)
+    assert verdict.why == "memory runs out in a pass of the plain blocks"
+    assert compile_blocks(model, "on", [trial], compiler=honest, halves=[trial]) == verdict
+    assert compile_blocks(model, "on", [trial], compiler=honest, halves=halves).compiled
 
 
 def test_gradients_that_leave_float16_at_the_first_scale_say_nothing_of_the_compiler() -> None:
@@ -371,7 +388,7 @@ def test_auto_compiles_for_gpus_alone() -> None:
     gpu = replace(device, torch_device=torch.device("cuda", 0))
     assert compile.settled(config, gpu).compile == "auto"
     assert compile.settled(config, gpu, early=False).compile == "off", "a trial would sample answers"
-    for update in ({"parallelism": "fsdp"}, {"deterministic": True}):
+    for update in ({"mesh": Mesh(dp_shard=2)}, {"deterministic": True}):
         assert compile.settled(config.model_copy(update=update), gpu).compile == "off"
     wanted = config.model_copy(update={"compile": "on"})
     assert compile.settled(wanted, device) == wanted
@@ -432,3 +449,57 @@ def test_what_torch_compiles_agrees_with_the_plain_blocks(level: str) -> None:
         [sys.executable, "-c", REAL.format(level=level)], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.startswith("True loss and gradient norm agree"), done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "elsewhere", "compile_mode", "why"),
+    [
+        (honest, False, "on", None),
+        (honest, True, "off", "it is not on another rank"),
+        (broken, False, "off", "it failed with RuntimeError: no lowering for this"),
+    ],
+)
+def test_a_model_that_is_to_lie_in_parts_is_decided_by_layers_that_each_rank_has_whole(
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: Callable[..., Any],
+    elsewhere: bool,
+    compile_mode: str,
+    why: str | None,
+) -> None:
+    tried_layers: list[int] = []
+
+    def counted(model: Transformer, *arguments: Any, **settings: Any) -> Verdict:
+        tried_layers.append(len(model.blocks))
+        return compile_blocks(model, *arguments, **settings)
+
+    class Company(World):
+        def any(self, yes: bool) -> bool:
+            return yes or elsewhere
+
+    monkeypatch.setattr(compile, "STATIC", compiler)
+    monkeypatch.setattr(compile, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(compile, "GAIN", 100.0)
+    monkeypatch.setattr(compile, "compile_blocks", counted)
+    run = session(shards, tmp_path)
+    config = run.config.model_copy(update={"compile": "auto", "parallelism": "fsdp"})
+    inputs = run.model.config, run.samples, on_cpu(), tmp_path
+    settings = compile.settled_before_sharding(config, *inputs, Company.alone())
+    assert settings.compile == compile_mode
+    assert tried_layers == [1]
+    if why is not None:
+        (note,) = json.loads((tmp_path / "compile.json").read_text()).values()
+        assert note == {"compiled": False, "why": why}
+        assert compile.settled_before_sharding(config, *inputs, World.alone()).compile == "off", (
+            "a resumed run asks none"
+        )
+        assert tried_layers == [1]
+
+
+def test_auto_waits_for_that_trial_on_gpus_alone() -> None:
+    config = build(Training, {"steps": 1, "global_batch_tokens": 64, "compile": "auto", "parallelism": "fsdp"})
+    gpu = replace(on_cpu().device, torch_device=torch.device("cuda", 0))
+    assert compile.settled(config, gpu).compile == "auto"
+    assert compile.settled(config, on_cpu().device).compile == "off"
+    assert compile.settled(config.model_copy(update={"mesh": Mesh(dp_shard=2)}), gpu).compile == "off"

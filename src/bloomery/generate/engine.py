@@ -424,7 +424,7 @@ class StaticStep:
         for logits that are not finite.
         """
         count, left = len(ids), self.num_rows - len(ids)
-        self._host.copy_(torch.tensor([[*ids, *ids[:1] * left], [*positions, *[0] * left]])[:, :, None])
+        self._host.copy_(torch.tensor([[*ids, *[ids[0]] * left], [*positions, *[0] * left]])[:, :, None])
         self._inputs.copy_(self._host, non_blocking=True)  # whose end the check below waits for
         keys = FEWEST_KEYS
         while keys <= max(positions):
@@ -432,7 +432,7 @@ class StaticStep:
         keys = min(keys, self.cache.capacity)
         if keys not in self.graphs:
             pool = self._pool if self.captures() else None
-            self.graphs[keys] = pool and pool.captured(lambda: self._compute(keys))
+            self.graphs[keys] = None if pool is None else pool.captured(lambda: self._compute(keys))
         graph = self.graphs[keys]
         logits, sums = self._compute(keys) if graph is None else graph.replay()
         self.sound = False
@@ -477,7 +477,7 @@ class ModelBatch:
         for rows in groups.values():
             prompts = [self.prompts[row] for row in rows]
             ends, longest = [len(prompt) - 1 for prompt in prompts], max(map(len, prompts))
-            ids = [[*prompt, *prompt[-1:] * (longest - len(prompt))] for prompt in prompts]
+            ids = [[*prompt, *[prompt[-1]] * (longest - len(prompt))] for prompt in prompts]
             cache = Cache.empty(step.model.config, len(rows), longest, like)
             inputs = [torch.tensor(numbers, device=like.device) for numbers in (ids, ends)]
             logits[rows], sums = computed(step.model, step.num_ids, inputs[0], cache, inputs[1])

@@ -170,22 +170,27 @@ def sources(host: Host) -> list[list[Source]]:
 def _amd_cards(host: Host) -> list[str]:
     names = [name for name in host.names("sys/class/drm") if re.fullmatch(r"card\d{1,9}", name)]
     cards = [f"sys/class/drm/{name}/device" for name in sorted(names, key=lambda name: int(name[4:]))]
-    return [card for card in cards if _is_there(host, card)]
+    return [card for card in cards if _busy(host, card) is not None]
 
 
-def _is_there(host: Host, card: str) -> bool:
-    return host.number(f"{card}/gpu_busy_percent") is not None
+def _busy(host: Host, card: str) -> int | None:
+    """How many percent of the time a card is busy; None where it is not there."""
+    return host.number(f"{card}/gpu_busy_percent")
 
 
 def _amdgpu(host: Host, cards: Sequence[str]) -> dict[str, Reading]:
     """Of the cards that were there when the monitor began: a card keeps its name when another one vanishes."""
-    there = {f"amd{index}": card for index, card in enumerate(cards) if _is_there(host, card)}
-    if not there:
+    read = {
+        f"amd{index}": _amdgpu_card(host, card, busy)
+        for index, card in enumerate(cards)
+        if (busy := _busy(host, card)) is not None
+    }
+    if not read:
         raise _UnreadableError("amdgpu no longer shows its files")
-    return {gpu: _amdgpu_card(host, card) for gpu, card in there.items()}
+    return read
 
 
-def _amdgpu_card(host: Host, card: str) -> Reading:
+def _amdgpu_card(host: Host, card: str, busy: int) -> Reading:
     sensors = [f"{card}/hwmon/{name}" for name in host.names(f"{card}/hwmon")]
     memory, whole = host.number(f"{card}/mem_info_vram_used"), host.number(f"{card}/mem_info_vram_total")
     if memory is not None and whole is not None and whole <= SMALL_MEMORY_BYTES:
@@ -193,7 +198,7 @@ def _amdgpu_card(host: Host, card: str) -> Reading:
     powers = (f"{sensor}/{name}" for sensor in sensors for name in ("power1_average", "power1_input"))
     temperatures = (f"{sensor}/temp{number}_input" for sensor in sensors for number in (1, 2))
     return _known(
-        use=(host.number(f"{card}/gpu_busy_percent"), 0.01),
+        use=(busy, 0.01),
         memory_bytes=(memory, 1),
         power_watts=(_first(host, powers), 1e-6),
         temperature_celsius=(_first(host, temperatures), 1e-3),

@@ -24,6 +24,7 @@ tokens that a token sees: T/2 for the causal triangle as in llm.c (forward 2, ba
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -306,6 +307,11 @@ class ModelConfig(Config):
         cycles = (self.attention, self.sliding_window, self.mlp)
         attention, window, mlp = (cycle[number % len(cycle)] for cycle in cycles)
         return attention, window, mlp  # type: ignore[return-value]
+
+    @property
+    def turn(self) -> int:
+        """Layers until their kinds begin again."""
+        return math.lcm(len(self.attention), len(self.sliding_window), len(self.mlp))
 
     def of_every_layer(self, name: str) -> Any:
         """A setting; of one that cycles, an entry for each layer. Two cycles that say the same are equal so."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,8 +39,9 @@ from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.attention import Attention, AttentionMask
+from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
+from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset, SampleSource
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
@@ -61,6 +62,8 @@ LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
 ROWS_SEEN, TOKENS_SEEN, SELDOM = 256, 2**20, 0.01
 """What is looked at of each part of the samples; and the share of micro-batches below which a kind is not tried."""
 ELSEWHERE = "it is not on another rank"
+FEW_IDS = 256
+"""Of a model whose layers alone are tried."""
 
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
@@ -96,13 +99,66 @@ def settled(config: Training, device: Device, early: bool = True) -> Training:
     """
     The settings for a device: `auto` compiles for GPUs alone, as on a CPU it takes minutes, and small models lose. It
     also needs samples for a trial before the first step, which are not `early` where the model samples them itself.
-    Parts on several ranks exchange numbers in each block, so that a failed trial could not be left: `auto` does not
-    try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
+    Over a mesh, `auto` does not try. Nor does it in a deterministic run, for the time of a trial is not the same twice.
     """
-    may_try = early and config.parallelism == "none" and config.mesh is None and not config.deterministic
+    may_try = early and config.mesh is None and not config.deterministic
     if config.compile != "auto" or (may_try and device.is_gpu):
         return config
     return config.model_copy(update={"compile": "off"})
+
+
+def settled_before_sharding(
+    config: Training, shape: ModelConfig, samples: SampleSource, precision: Precision, out: Path, world: World
+) -> Training:
+    """
+    The settings of a model that is to lie in parts: whether `auto` compiles, the same on all ranks. Parts are exchanged
+    in front of each block, where a trial that fails on a rank would leave the others waiting. So each rank tries a few
+    layers of its own, with random weights and few token IDs, before there are parts.
+    """
+    if config.compile != "auto":
+        return config
+    note, rows = out / "compile.json", _rows(config, samples.length, world.size)
+    verdict = _agreed(note, rows, world)
+    if verdict is None:
+        with world.alike():
+            verdict = _tried_layers(config, shape, samples, precision, world.size)
+        if world.any(not verdict.compiled):
+            why = ELSEWHERE if verdict.compiled else verdict.why
+            info(f"  blocks are not compiled: {why}", style="yellow" if verdict.lasts else "")
+            if verdict.lasts:
+                core_io.write_json(note, {**_noted(note), str(rows): {"compiled": False, "why": why}})
+            return config.model_copy(update={"compile": "off"})
+    return config.model_copy(update={"compile": "on" if verdict.compiled else "off"})
+
+
+def _tried_layers(
+    config: Training, shape: ModelConfig, samples: SampleSource, precision: Precision, ranks: int
+) -> Verdict:
+    if why := kernel_selection.why_not("block-compiled", precision.device):
+        return Verdict(False, why)
+    layers = min(shape.num_layers, shape.turn)
+    model = Transformer(shape.model_copy(update={"num_layers": layers}), FEW_IDS)
+    model.initialize(0)
+    model.to(precision.device.torch_device)
+    assert config.activation_checkpointing != "auto", "decided before"
+    checkpoint_activations(model, config.activation_checkpointing)
+    batches = [
+        replace(batch, ids=batch.ids % FEW_IDS, targets=np.where(learned, batch.targets % FEW_IDS, IGNORE))
+        for batch in usual_batches(samples, config, ranks)
+        for learned in [batch.targets != IGNORE]
+    ]
+    trials = [partial(_pass, model, batch, precision) for batch in batches]
+    passes = _passes(config, samples.length, ranks) * shape.num_layers / layers
+    tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
+    verdict = compile_blocks(model, "auto", trials, tolerance=tolerance, compiler=STATIC, passes=passes)
+    del model, trials
+    devices.give_back_memory()
+    return verdict
+
+
+def _passes(config: Training, length: int, ranks: int) -> int:
+    """Micro-batches of a rank in the whole run."""
+    return config.steps * -(-rows_per_step(config, length) // (_rows(config, length, ranks) * ranks))
 
 
 def prepare(
@@ -136,11 +192,15 @@ def decide(
         info(f"  blocks are not compiled, as before: {known.why} (remove {note} to try again)")
         return known
     mode: CompileMode = "on" if known is not None else config.compile
-    trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
+    batches = usual_batches(samples, config, world.size)
+    trials = [partial(_pass, model, batch, precision) for batch in batches]
+    halves = [partial(_pass, model, batch, precision, 2) for batch in batches if mode == "on" and len(batch.ids) > 1]
     tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
-    passes = config.steps * -(-rows_per_step(config, samples.length) // (rows * world.size))
+    passes = _passes(config, samples.length, world.size)
     with world.alike():
-        verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes)
+        verdict = compile_blocks(
+            model, mode, trials, tolerance=tolerance, compiler=STATIC, passes=passes, halves=halves
+        )
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -194,9 +254,9 @@ def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
 
 
-def _pass(model: Transformer, batch: Batch, precision: Precision) -> tuple[float, float]:
+def _pass(model: Transformer, batch: Batch, precision: Precision, parts: int = 1) -> tuple[float, float]:
     trial = precision.for_trial()
-    work = partial(accumulate_gradients, model, batch, len(batch.ids), trial)
+    work = partial(accumulate_gradients, model, batch, -(-len(batch.ids) // parts), trial)
     sums, norm = retry_on_overflow(model, trial, work)
     model.zero_grad(set_to_none=True)
     return sums.loss, float(norm)
@@ -230,27 +290,32 @@ def compile_blocks(
     compiler: Callable[..., Any] = STATIC,
     limit_seconds: float = LIMIT_SECONDS,
     passes: float = math.inf,
+    halves: Sequence[Trial] = (),
 ) -> Verdict:
     """
     Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
-    too: of a pass, and of all `passes` of the run.
+    too: of a pass, and of all `passes` of the run. `halves` are the trials with half the rows at once, for plain blocks
+    that memory does not hold: compiled ones take less.
     """
     if mode == "off":
         return Verdict(False, "not asked for")
-    sharded, plain = fsdp.is_sharded(model), None
-    try:
-        before = _seconds(trials) if mode == "auto" else 0.0
-        ahead = passes * before / max(1, len(trials))
-        if mode == "auto" and ahead < WORTH_SECONDS:
-            why = f"the run is short: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
-            return Verdict(False, why, lasts=False)
-        plain = [trial() for trial in trials]
-    except RuntimeError as error:
-        if sharded or not devices.is_out_of_memory(error):
-            raise
-    if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
-        model.zero_grad(set_to_none=True)
+    sharded, before = fsdp.is_sharded(model), 0.0
+    plain: list[tuple[float, float]] | None = None
+    for some in filter(None, (trials, halves)):
+        try:
+            before = _seconds(some) if mode == "auto" else 0.0
+            ahead = passes * before / len(some)
+            if mode == "auto" and ahead < WORTH_SECONDS:
+                why = f"the run is short: all passes take about {math.ceil(ahead)} s, and compiling takes 10 to 60 s"
+                return Verdict(False, why, lasts=False)
+            plain = [trial() for trial in some]
+            break
+        except RuntimeError as error:
+            if sharded or not devices.is_out_of_memory(error):
+                raise
+        model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the pass
         devices.give_back_memory()
+    if plain is None:
         return Verdict(False, "memory runs out in a pass of the plain blocks")
     kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]

@@ -303,26 +303,27 @@ class Placed(NamedTuple):
 
 def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[float]:
     """The sum of the loss over the supervised tokens of each row, in nats."""
-    device = precision.device.torch_device
-    placed = [torch.from_numpy(array).to(device) for array in (batch.ids, batch.positions, batch.segments)]
-    with precision.autocast():
-        hidden = model(placed[0], positions=placed[1], segments=placed[2])
-    losses, head = [], model.head_rows(hidden.dtype)
-    for row, targets in zip(hidden, torch.from_numpy(batch.targets).to(device), strict=True):
-        learned = targets != IGNORE
-        losses.append(float(token_losses(row[learned], head, targets[learned])[1]))
-    return losses
+    where = placed(batch, precision.device.torch_device)
+    hidden = _supervised(model, where, precision)
+    counts, head = (batch.targets != IGNORE).sum(1).tolist(), model.head_rows(hidden.dtype)
+    rows = zip(torch.split(hidden, counts), torch.split(where.targets, counts), strict=True)
+    return [float(token_losses(some, head, targets)[1]) for some, targets in rows]
 
 
 def placed_losses(
     model: Transformer, batch: Placed, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
+    chosen = _supervised(model, batch, precision)
+    return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
+
+
+def _supervised(model: Transformer, batch: Placed, precision: Precision) -> Tensor:
+    """The hidden states of the supervised tokens (N, D), row after row."""
     with precision.autocast():
         tokens = {"positions": batch.positions, "segments": batch.segments, "bounds": batch.bounds}
         hidden = model(batch.ids, **tokens).flatten(0, 1)
-    chosen = hidden if len(batch.supervised) == len(hidden) else _rows(hidden, batch.supervised)
-    return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
+    return hidden if len(batch.supervised) == len(hidden) else _rows(hidden, batch.supervised)
 
 
 def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:

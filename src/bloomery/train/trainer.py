@@ -124,6 +124,8 @@ class TrainingRun:
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
             if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
+                inputs = self._shape, self.samples, precision, self._desk, self.world
+                self.config = compile.settled_before_sharding(self.config, *inputs)
                 on_meta = any(weight.is_meta for weight in self.model.parameters())
                 fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta), own=self.own)
             keep_weights(self.model, self.config.weight_dtype)

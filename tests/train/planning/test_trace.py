@@ -10,6 +10,7 @@ from bloomery.model import quantize
 from bloomery.model.config import PRESETS, Base, Lora, ModelConfig
 from bloomery.model.kernels import cpu
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Muon, Optimizer
+from bloomery.train.plan.memory import TrainSetup, Workload, needs
 from bloomery.train.plan.trace import TensorMeter, Traced, TracedStep, trace
 from bloomery.train.step import Placed, gradients, placed_losses, sparse_embedding_grad
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE
@@ -185,7 +186,8 @@ LOSS, NORMS = frozenset({"cross-entropy"}), frozenset({"rms-norm", "rotary", "ro
     [
         ("gpt2-124m", 50_263, False, LOSS | NORMS, 13.21, 0.03),
         ("gpt2-124m", 50_263, True, NORMS, 15.60, 0.03),
-        ("plasma-500m", 48_000, False, LOSS | NORMS, 50.49, 0.05),  # by flex, whose backward pass takes more for groups
+        # By flex, of 50.49: turned queries lay head by head then, and so did the result, of which a layer kept a copy.
+        ("plasma-500m", 48_000, False, LOSS | NORMS, 50.49 - 26 * 32 * 1024 * 20 * 64 * 2 / 2**30, 0.03),
         ("plasma-500m", 48_000, True, NORMS, 52.36, 0.03),
     ],
 )
@@ -197,3 +199,16 @@ def test_the_peak_on_an_h100_is_as_traced(
     taken = step(model, rows=32, accumulates=accumulates, on_processor=False, kernels=kernels)
     taken = replace(taken, vocab_size=vocab_size, logits_chunk_bytes=2**30)
     assert trace(taken).peak / 2**30 == pytest.approx(gib, rel=error)
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "gib"),
+    [("gpt2-124m", 50_263, 15.05), ("plasma-500m", 48_000, 44.64)],
+)
+def test_the_peak_of_compiled_blocks_on_an_h100_is_as_planned(preset: str, vocab_size: int, gib: float) -> None:
+    """Four micro-batches of 32 rows of 1,024 tokens, by the cross entropy of torch: results/gpu_h100.json."""
+    model = build(ModelConfig, PRESETS[preset].config | {"context_length": 1024})
+    what = Workload(model=model, vocab_size=vocab_size, optimizer=AdamW(), memory_bytes=80 * 2**30)
+    plain, compiled = (needs(what, TrainSetup(rows=32, compiled=compiled)).peak for compiled in (False, True))
+    assert compiled / 2**30 == pytest.approx(gib, rel=0.03)
+    assert compiled < plain

@@ -187,7 +187,8 @@ class _Turn(torch.autograd.Function):
         x = x if x.stride(3) == 1 else x.contiguous()
         context.eps = eps
         context.save_for_backward(*((cosine, sine) if eps is None else (cosine, sine, x, weight)))
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        B, N, T, E = x.shape
+        y = torch.empty((B, T, N, E), dtype=x.dtype, device=x.device).transpose(1, 2)  # attention keeps that order
         _turned(x, y, weight, cosine, sine, eps, 1.0)
         return y
 

@@ -108,6 +108,7 @@ def decided(
         return config
     on: list[str | int] = [device.name, device.memory_bytes, world.size, *map(str, asked.values())]
     on += [] if config.mesh is None else [str(config.mesh)]
+    on += ["compiled"] if config.compile == "on" else []
     with world.alike():
         known = _kept(folder / DECIDED, on) if world.is_first else None
     known = world.broadcast(known) or _decide(config, model, vocab_size, device, world)

@@ -168,9 +168,15 @@ def activation_bytes_per_token(
 
 
 def activation_parts(
-    model: ModelConfig, activation_checkpointing: Level, width_bytes: int, *, written_out: bool
+    model: ModelConfig, activation_checkpointing: Level, width_bytes: int, *, written_out: bool, compiled: bool = False
 ) -> tuple[int, int]:
-    """Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again."""
+    """
+    Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again.
+
+    A block that is `compiled` computes again what needs no matmul. It keeps x once, and no x / |x|. Instead of the
+    second x it keeps the result of attention's last matmul. Of the feed-forward's inner numbers it keeps the results of
+    matmuls and the input of the last. Torch's min-cut partitioner saves this of GPT-2, plasma and Llama blocks.
+    """
     D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
     whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
@@ -182,6 +188,8 @@ def activation_parts(
         normed = 16 if written_out or (model.norm == "rmsnorm" and model.norm_affine) else 8
         special = 0 if written_out else _special_attention(model, attention, b)
         layer = special + normed * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        if compiled:
+            layer += (4 + b - normed) * D - 4 * b * E - inner + (gates + 1) * b * M
         kept["none"] += layer
         kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
         kept["full"] += 4 * D
@@ -365,6 +373,8 @@ class TrainSetup:
     """Parts that a whole copy is in, if sharded. 0: as many as devices."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights that are trained."""
+    compiled: bool = False
+    """Whether a GPU's blocks are compiled for sure, and not where a trial speaks for it."""
 
     @property
     def num_shards(self) -> int:
@@ -473,7 +483,9 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     head = what.vocab_size * what.model.hidden_size
     block = (facts.matmul_parameters - head) // what.model.num_layers
     whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
-    kept, again = activation_parts(what.model, way.activation_checkpointing, b, written_out=what.processor)
+    compiled = way.compiled and way.method == "full" and not (way.sharded or what.processor)
+    level = way.activation_checkpointing
+    kept, again = activation_parts(what.model, level, b, written_out=what.processor, compiled=compiled)
     logits = logits_bytes(what, way)
     if not what.processor:  # a layer is computed again when the logits are gone: the larger of the two counts
         again = max(0, again - logits // tokens)

@@ -391,6 +391,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             sharded=shards > 1,
             shards=shards if shards > 1 else 0,
             weight_dtype=config.weight_dtype,
+            compiled=config.compile == "on",
         ),
         available=frozenset(type(config).model_fields) - (frozenset() if config.may_shard else {"parallelism"}),
         levels=LEVELS if config.activation_checkpointing == "auto" else (),

@@ -30,7 +30,6 @@ plan. On other devices it is clock time.
 Tracing and timing share one file because both run the same step.
 """
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
@@ -46,10 +47,11 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
-from bloomery.model.attention import FLEX_TOKENS, AttentionMask, segment_bounds
+from bloomery.model.attention import FLEX_TOKENS, AttentionMask
 from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.transformer import Transformer, on_meta
+from bloomery.shards.loader import Batch
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Mesh, Optimizer
@@ -60,7 +62,7 @@ from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.precision import Precision, keep_weights
-from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
+from bloomery.train.step import Placed, clipping, gradients, placed, placed_losses, sparse_embedding_grad
 from bloomery.weights.opened import own_weights, put_weight
 
 import torch
@@ -103,8 +105,12 @@ class _AttentionElsewhere(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = context.saved_tensors
         sums = upstream[0].sum(-1, dtype=torch.float32)
+        # Flash attention adds up the gradient of queries in float32, and grouped heads' gradients after all of them.
+        room = [torch.empty_like(q, dtype=torch.float32)]
+        if q.shape[1] > k.shape[1]:
+            room += [one.new_empty(len(one), q.shape[1], *one.shape[2:]) for one in (k, v)]
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del sums
+        del sums, room
         return *grads, None
 
 
@@ -279,12 +285,6 @@ class TracedStep:
     kernels: frozenset[str] = field(default_factory=lambda: TRACED_KERNELS & kernel_trials.all_trusted())
     """Our own kernels, on another device than a CPU: those that this process trusts. They keep less than torch's."""
 
-    @property
-    def turn(self) -> int:
-        """Layers until their kinds begin again."""
-        kinds = self.model.attention, self.model.sliding_window, self.model.mlp
-        return math.lcm(*(len(one) for one in kinds))
-
     def with_layers(self, layers: int) -> "TracedStep":
         return replace(self, model=self.model.model_copy(update={"num_layers": layers}))
 
@@ -370,7 +370,7 @@ def trace(step: TracedStep) -> Traced:
 def extrapolated(step: TracedStep) -> Traced:
     """As `trace`, which keeps its results."""
     turns = 2 if step.ranks == 1 else 3  # ranks gather the next of their layers early: both of two would lie together
-    layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
+    layers, few, more = step.model.num_layers, turns * step.model.turn, (turns + 1) * step.model.turn
     if layers <= more:
         return _traced(step)
     low, high = _traced(step.with_layers(few)), _traced(step.with_layers(more))
@@ -519,7 +519,7 @@ class Timed(NamedTuple):
 
 def timed(step: TracedStep, device: Device) -> Timed | None:
     """None where even the small models are too large to be made for a plan."""
-    layers, few = step.model.num_layers, step.turn
+    layers, few = step.model.num_layers, step.model.turn
     more = _layers(step, device)
     if cost(step.with_layers(more).model, step.vocab_size).parameters > SLICE_PARAMETERS:
         return None
@@ -568,7 +568,7 @@ def with_rows(timed: Timed, half: Timed | None, rows: int, all_rows: int) -> Tim
 
 def _layers(step: TracedStep, device: Device) -> int:
     """Of the larger model: whole turns, as many as are soon done with all rows, two at least; or all there are."""
-    layers, turn = step.model.num_layers, step.turn
+    layers, turn = step.model.num_layers, step.model.turn
     more = min(layers, 2 * turn)
     while more < layers and _is_small(step.with_layers(min(layers, more + turn)), device):
         more = min(layers, more + turn)
@@ -603,13 +603,12 @@ class _Ready:
         self._precision = Precision.decide("auto", replace(device, compute_dtype=step.precision))
         self._model: Transformer = step.load(initialized=True).to(device.torch_device)
         self._optimizers: Optimizers = step.prepare(self._model, self._precision)
-        ids = torch.randint(step.vocab_size, (step.rows, step.model.context_length), device=device.torch_device)
-        places = torch.arange(step.model.context_length, device=device.torch_device).expand(step.rows, -1)
-        segments = places // (step.model.context_length // DOCUMENTS + 1) if step.packed and device.is_gpu else None
-        supervised = torch.arange(ids.numel(), device=device.torch_device)
-        bounds = None if segments is None else segment_bounds(segments.cpu().numpy())
-        ends = None if bounds is None else torch.from_numpy(bounds).to(device.torch_device)
-        self._batch = Placed(ids, places, segments, supervised, ids.flatten(), ends)
+        rows, length = step.rows, step.model.context_length
+        ids = np.random.default_rng(0).integers(0, step.vocab_size, (rows, length))
+        places = np.tile(np.arange(length), (rows, 1))
+        documents = DOCUMENTS if step.packed and device.is_gpu else 1
+        batch = Batch(ids, ids, places, places // (length // documents + 1), np.arange(rows))
+        self._batch = placed(batch, device.torch_device)
 
     def once(self) -> Timed:
         began = self._now()
@@ -634,8 +633,8 @@ class _Ready:
 
 
 def traceable(way: TrainSetup) -> bool:
-    """Whether the step is one that this software makes."""
-    return not way.sharded or way.method == "full"
+    """Whether the step is one that this software makes. What a compiler keeps is known by arithmetic alone."""
+    return (not way.sharded or way.method == "full") and not way.compiled
 
 
 def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
