@@ -177,7 +177,8 @@ def _preload() -> None:
     import bloomery
 
     found = [module.name for module in pkgutil.walk_packages(bloomery.__path__, "bloomery.")]
-    for name in [*found, "duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model"]:
+    late = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model", "torch._dynamo")  # of first uses
+    for name in [*found, *late]:
         with contextlib.suppress(ImportError):  # of an extra or a GPU that is not there: a command says so
             importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy all memory
