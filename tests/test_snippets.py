@@ -242,7 +242,7 @@ def _check_unrun(block: Block, folder: Path) -> None:
 # --- what a page finds in its folder -------------------------------------------------------------------------------
 
 SMALL = """\
-# A tiny model of documents/ that answers as conversations.jsonl does: ten seconds on one core.
+# A tiny model of documents/ that answers as conversations.jsonl does: half a minute on one core.
 name = "small"
 
 [[fetch.sources]]
@@ -262,7 +262,7 @@ vocab_size = 512
 val_fraction = 0.1
 
 [pretrain]
-steps = 10
+steps = 20
 global_batch_tokens = 1024
 model = { hidden_size = 64, num_layers = 2, num_heads = 4, num_kv_heads = 2, intermediate_size = 128 }
 
@@ -272,7 +272,7 @@ name = "conversations"
 path = "conversations.jsonl"
 
 [finetune]
-steps = 10
+steps = 20
 global_batch_tokens = 1024
 
 [evaluate]
