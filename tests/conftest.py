@@ -37,10 +37,15 @@ def pytest_collection() -> Generator[None, object, object]:
     return found
 
 
+LONGEST = ("snippets", "mesh", "fsdp", "machines", "gpu_report", "fused", "trace")
+"""Names of the files that take a minute and more."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: where workers share them, none is left alone with a long one at the end."""
+    """The longest files come first, then others with slow tests: no worker is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path not in slow, first.get(item.path.name, len(first))))
 
 
 def pytest_runtest_setup() -> None:

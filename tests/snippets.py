@@ -7,12 +7,14 @@ A shell whose `bloomery` and `python FILE.py` start at once.
 torch takes seconds to import, and the pages of docs/ have hundreds of commands. A server process imports everything
 once and forks for each command. The commands in `bin` are a small client: it hands its words, working directory,
 environment and file descriptors to the server, passes signals on, and exits with the command's exit code. Pipes,
-redirections, background jobs and exit codes of a script therefore work as with the real programs.
+redirections, background jobs and exit codes of a script therefore work as with the real programs. A client in
+namespaces of its own, such as those of a machine of a test, gets its command there.
 
 This file is also the program of the server and of the client, so it imports little.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -64,8 +66,8 @@ class Shell:
     def __enter__(self) -> Self:
         return self
 
-    def _start(self) -> None:
-        """Start the server, which takes seconds: not before a script runs."""
+    def start(self) -> None:
+        """Start the server, which takes seconds: not before a script runs, unless it is asked to."""
         words = [sys.executable, "-P", __file__, "server", str(self._listener.fileno())]
         fds = [self._listener.fileno()]
         self._server = subprocess.Popen(words, stdin=subprocess.PIPE, env=self.environment, pass_fds=fds)
@@ -87,7 +89,7 @@ class Shell:
         The script is padded with empty lines, so that bash and Python name lines of the page in their messages.
         """
         if self._server is None:
-            self._start()
+            self.start()
         script = self._logs / f"{line}{'.py' if python else '.sh'}"
         failed, output = self._logs / "failed", self._logs / "output"
         failed.unlink(missing_ok=True)
@@ -128,7 +130,7 @@ def client(path: str, python: str, name: str, *words: str) -> int:
         os.execv(python, [python, *words])
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
-    request = {"name": name, "words": words, "cwd": os.getcwd(), "environ": dict(os.environ)}
+    request = {"name": name, "words": words, "cwd": os.getcwd(), "environ": dict(os.environ), "client": os.getpid()}
     socket.send_fds(connection, [b"?"], [0, 1, 2])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: connection.send(bytes([number])))
@@ -175,7 +177,8 @@ def _preload() -> None:
     import bloomery
 
     found = [module.name for module in pkgutil.walk_packages(bloomery.__path__, "bloomery.")]
-    for name in [*found, "duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model"]:
+    late = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_model", "torch._dynamo")  # of first uses
+    for name in [*found, *late]:
         with contextlib.suppress(ImportError):  # of an extra or a GPU that is not there: a command says so
             importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy all memory
@@ -244,6 +247,7 @@ def _command(request: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environ"])
+    _enter(Path(f"/proc/{request['client']}/ns"))
     os.chdir(request["cwd"])
     name, words = request["name"], request["words"]
     try:
@@ -262,6 +266,15 @@ def _command(request: dict[str, Any]) -> int:
         traceback.print_exception(error.with_traceback(at))
         return 1
     return 0
+
+
+def _enter(namespaces: Path) -> None:
+    """Go into the network and the file systems of another process, where they are not those of this one."""
+    for kind in ("net", "mnt") if sys.platform == "linux" else ():
+        if (namespaces / kind).readlink() != Path("/proc/self/ns", kind).readlink():
+            with (namespaces / kind).open() as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns of {kind}")
 
 
 def _end(code: int) -> NoReturn:

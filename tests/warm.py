@@ -139,12 +139,19 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 
     def __init__(self, command: Any, *, env: Mapping[str, str] | None = None, **how: Any) -> None:
         words = [str(word) for word in command]
-        if words[0] == sys.executable and any(name in " ".join(words[1:4]) for name in FORKED):
+        if words[1:4] == LEASHED and sys.executable in words[6:7]:
+            words = words[6:]  # what has a group of its own is ended with it
+        if words[0] == sys.executable and any(name in " ".join(words[1:5]) for name in FORKED):
             how["preexec_fn"] = partial(_begin, words[1:], dict(os.environ if env is None else env))
         super().__init__(command, env=env, **how)
 
 
-FORKED = ("-m bloomery.cli", "bloomery.train import launch", "gpu_parts.py", "gpu_runs.py")
+LEASHED = child.leashed([])[1:4]
+"""The first words of a command that ends with its parent."""
+FORKED = (
+    *("-m bloomery.cli", "-m bloomery.hw.probes", "-m bloomery.model.kernels.trials", "bloomery.train import launch"),
+    *("gpu_parts.py", "gpu_runs.py"),
+)
 """What the first words of a command say of a program that imports torch."""
 
 

@@ -43,19 +43,21 @@ def triton_version() -> tuple[int, ...]:
     return numbers(importlib.import_module("triton").__version__)[:2]
 
 
-def interpreted(*words: str) -> str:
+@cache
+def interpreted() -> Mapping[str, str]:
+    """What was told, by the line that names it."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "BLOOMERY_NATIVE": "0"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.model.interpreted", *words]
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.model.interpreted"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if "only 0-dimensional arrays can be converted" in done.stderr and triton_version() < (3, 7):
         pytest.skip("the interpreter of Triton before 3.7 does not go with NumPy from 2.4 on")
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    parts = done.stdout.split("# ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
-@cache
 def errors(group: str) -> Mapping[str, float]:
-    found: dict[str, float] = json.loads(interpreted(group))
+    found: dict[str, float] = json.loads(interpreted()["errors"])[group]
     return found
 
 
@@ -79,7 +81,7 @@ def test_a_model_learns_the_same_with_our_kernels_as_with_those_of_torch() -> No
 @NEEDS_TRITON
 @pytest.mark.slow
 def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another() -> None:
-    outcomes = {words: outcome(words.split()[0], told) for words, told in tried().items()}
+    outcomes = {words: outcome(words.split()[0], told) for words, told in interpreted().items() if words != "errors"}
     sound = {words: one for words, one in outcomes.items() if words.endswith("none none")}
     assert {one.status for one in sound.values()} == {"passed"}
     assert all(one.milliseconds for one in sound.values())
@@ -91,12 +93,6 @@ def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another()
         "rotary-norm-triton rotate_grads zeros": "rotated, gradient of x: returns zeros",
         "gemv-nf4-triton gemv flip": "1 × nf4 of 72 × 200: has the wrong sign (cosine -1.00)",
     }
-
-
-def tried() -> Mapping[str, str]:
-    """What each trial told, by the line that names it."""
-    parts = interpreted("trials").split("# ")[1:]
-    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
 def outcome(name: str, told: str) -> TrialResult:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.made import ADAMW, MUON, run, write_samples
+from tests.train.made import OPTIMIZERS, run, write_samples
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,7 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     @cache
     def made(ranks: int, optimizer: str, **settings: Any) -> Path:
         out = tmp_path_factory.mktemp("finished")
-        kinds = {"adamw": ADAMW, "muon": MUON}
-        run(shards, out, ranks, optimizer=kinds[optimizer], keep_last=20, **settings)
+        run(shards, out, ranks, optimizer=OPTIMIZERS[optimizer], keep_last=20, **settings)
         return out
 
     return made

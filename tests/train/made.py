@@ -38,6 +38,12 @@ SHAPE = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, i
 ADAMW = {"kind": "adamw", "learning_rate": 0.003}
 LINEAGE = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
 MUON = {"kind": "muon", "muon_lr": 0.005}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": ADAMW,
+    "muon": MUON,
+    "lion": {"kind": "lion", "learning_rate": 1e-4},
+    "ademamix": {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5},
+}
 
 
 def processor(dtype: torch.dtype = torch.float32) -> Device:

@@ -37,6 +37,7 @@ from tests.tokenizer.made import small
 from tests.train.made import (
     ADAMW,
     MUON,
+    OPTIMIZERS,
     lines,
     newest_state,
     on_cpu,
@@ -54,8 +55,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-LION = {"kind": "lion", "learning_rate": 1e-4}
-ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
+SAVES_AT_ENDS = {"save_every_seconds": 1e9}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -135,54 +135,48 @@ def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(sha
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one(shards: Path, tmp_path: Path) -> None:
-    are_one(shards, tmp_path, MUON, 2, "none")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "parallelism", "level"),
     [
-        (ADAMW, 2, "none", "none"),
-        (MUON, 3, "none", "none"),
-        (ADAMW, 2, "fsdp", "selective"),
-        (ADAMW, 3, "fsdp", "none"),
-        (MUON, 3, "fsdp", "full"),
-        (LION, 2, "fsdp", "none"),
-        (ADEMAMIX, 3, "fsdp", "none"),
+        ("muon", 2, "none", "none"),
+        ("adamw", 2, "none", "none"),
+        ("muon", 3, "none", "none"),
+        ("adamw", 2, "fsdp", "selective"),
+        ("adamw", 3, "fsdp", "none"),
+        ("muon", 3, "fsdp", "full"),
+        ("lion", 2, "fsdp", "none"),
+        ("ademamix", 3, "fsdp", "none"),
     ],
 )
 def test_any_number_of_ranks_is_one_whether_they_hold_parts_or_all(
-    shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, level: str
+    shards: Path,
+    tmp_path: Path,
+    finished: Callable[..., Path],
+    optimizer: str,
+    ranks: int,
+    parallelism: str,
+    level: str,
 ) -> None:
-    are_one(shards, tmp_path, optimizer, ranks, parallelism, activation_checkpointing=level)
+    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
+    settings: dict[str, Any] = {"eval_every": 5, "micro_batch_tokens": 16, "grad_stats_every": 4, **SAVES_AT_ENDS}
+    one = finished(1, optimizer, **settings)
+    more: dict[str, Any] = {"parallelism": parallelism, "activation_checkpointing": level}
+    assert run(shards, tmp_path, ranks, optimizer=OPTIMIZERS[optimizer], **settings, **more)["steps"] == STEPS
+    compare(one, tmp_path)
+    environment = json.loads((tmp_path / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    assert environment["ranks"] == ranks
 
 
 @pytest.mark.slow
 def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_path: Path) -> None:
     """Between the exchanges of weights, which no compiled code holds."""
-    settings: dict[str, Any] = {"optimizer": ADAMW, "eval_every": 5, "micro_batch_tokens": 16}
+    settings: dict[str, Any] = {"optimizer": ADAMW, "eval_every": 5, "micro_batch_tokens": 16, **SAVES_AT_ENDS}
     run(shards, tmp_path / "plain", 2, parallelism="fsdp", **settings)
     run(shards, tmp_path / "fast", 2, parallelism="fsdp", compile="on", activation_checkpointing="full", **settings)
     [verdict] = json.loads((tmp_path / "fast" / "compile.json").read_text()).values()
     assert verdict["compiled"], verdict
     assert re.search(r"; \d+ graphs? compiled in", verdict["why"]), verdict
     assert losses(tmp_path / "fast") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
-
-
-def are_one(shards: Path, folder: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, **more: Any) -> None:
-    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
-    settings: dict[str, Any] = {
-        "optimizer": optimizer,
-        "eval_every": 5,
-        "micro_batch_tokens": 16,
-        "grad_stats_every": 4,
-    }
-    run(shards, folder / "one", 1, **settings)
-    assert run(shards, folder / "more", ranks, parallelism=parallelism, **settings, **more)["steps"] == STEPS
-    compare(folder / "one", folder / "more")
-    environment = json.loads((folder / "more" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
-    assert environment["ranks"] == ranks
 
 
 @pytest.mark.slow
@@ -207,8 +201,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_parts(
     """Within rounding; and bit for bit where nothing has changed."""
     first = finished(before[0], optimizer, parallelism=before[1])
     other = stopped(first, tmp_path / "stopped", random.Random(after[0]).randint(2, 6))
-    kind = {"muon": MUON, "adamw": ADAMW}[optimizer]
-    run(shards, other, after[0], optimizer=kind, keep_last=20, parallelism=after[1])
+    run(shards, other, after[0], optimizer=OPTIMIZERS[optimizer], parallelism=after[1], **SAVES_AT_ENDS)
     compare(first, other)
     if before == after:
         assert furthest(first, other) == 0.0

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ import pytest
 
 from bloomery.hw.distributed import World
 from bloomery.train import launch
-from tests.train.made import lines, run, wait_for_steps
+from bloomery.train.state import Hook, State
+from tests.snippets import Shell
+from tests.train.made import lines, run, session, wait_for_steps
 
 ROOT = Path(__file__).parents[2]
 MACHINES = 4
-STEPS = 60
+STEPS, STEP_OF_CUT = 16, 8
 SETTINGS: dict[str, Any] = {
     "steps": STEPS,
     "eval_every": 10**6,
@@ -33,6 +36,7 @@ SETTINGS: dict[str, Any] = {
 }
 TRAIN = """
 import json, sys
+sys.path.insert(0, "ROOT")
 from bloomery.core import log
 from bloomery.core.errors import BloomeryError
 from bloomery.train import launch
@@ -64,6 +68,14 @@ class Lab:
 
     prefix: str
     folder: Path
+    python: Path
+    """What starts programs at once."""
+
+    def cut(self, machine: int) -> None:
+        """Pull a cable while the ranks wait, and let them go on."""
+        wait_for_steps(self.folder / "out")
+        self.cable(machine, "down")
+        (self.folder / "cut").touch()
 
     def cable(self, machine: int, state: str) -> None:
         ip("netns", "exec", f"{self.prefix}hub", "ip", "link", "set", f"c{machine}", state)
@@ -76,8 +88,15 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    with Shell(tmp_path_factory.mktemp("shell")) as made:
+        made.start()
+        yield made
+
+
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     prefix = f"bl{os.getpid()}x"
     names = [f"{prefix}hub", *(f"{prefix}{machine}" for machine in range(1, MACHINES + 1))]
     try:
@@ -99,12 +118,13 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "ssh").write_text(SSH.replace("PREFIX", prefix))
         (tmp_path / "bin" / "ssh").chmod(0o755)
+        (tmp_path / "train.py").write_text(TRAIN.replace("ROOT", str(ROOT)))
         (tmp_path / "hosts").write_text("".join(f"10.99.0.{machine}\n" for machine in range(1, MACHINES + 1)))
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setenv("BLOOMERY_RANK_SECONDS", "10")
-        yield Lab(prefix, tmp_path)
+        yield Lab(prefix, tmp_path, shell.bin / "python")
     finally:
         for name in names:
             with suppress(subprocess.CalledProcessError):
@@ -115,18 +135,40 @@ def losses(out: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines(out) if "loss" in line}
 
 
+TRAINED = "tests.train.test_machines:trained"
+AGENT = """
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.run import main
+dynamic_rendezvous.get_method_name = lambda depth=2: ""  # for its log, it looks through all that is imported
+main()
+"""
 STARTER = """
 import sys
 from pathlib import Path
 from bloomery.core.errors import BloomeryError
 from bloomery.hw import hosts
-hosts.PYTHON = (sys.executable,)
+hosts.PYTHON = (sys.argv[1],)
 try:
-    hosts.start(sys.argv[2:], Path(sys.argv[1]))
+    hosts.start(sys.argv[3:], Path(sys.argv[2]))
 except BloomeryError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 """
+
+
+def trained(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session that waits in one of its steps until a cable is cut, which it is once."""
+    made = session(Path(task["shards"]), Path(task["out"]), world, **SETTINGS)
+    whole = made._hooks
+
+    def wait(state: State) -> None:
+        deadline = time.monotonic() + 120
+        while not Path(task["out"]).with_name("cut").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    made._hooks = lambda *how: [*whole(*how), Hook(lambda state: state.step == STEP_OF_CUT, wait, "wait")]  # type: ignore[method-assign]
+    return made.run()
 
 
 def everywhere(task: dict[str, Any], world: World) -> dict[str, Any]:
@@ -137,7 +179,7 @@ def everywhere(task: dict[str, Any], world: World) -> dict[str, Any]:
 
 def start(lab: Lab, function: str, task: dict[str, Any]) -> "subprocess.Popen[str]":
     """A function on the ranks of the machines in the file of hosts, by ssh."""
-    words = [sys.executable, "-c", STARTER, str(lab.folder / "hosts"), "-c", TRAIN]
+    words = [sys.executable, "-c", STARTER, str(lab.python), str(lab.folder / "hosts"), str(lab.folder / "train.py")]
     return subprocess.Popen([*words, function, json.dumps(task)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -159,17 +201,16 @@ def test_a_cut_cable_ends_the_ranks_of_all_machines_and_those_left_resume_with_t
     lab: Lab, shards: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    task = {"shards": str(shards), "out": str(out), "settings": SETTINGS}
-    process = start(lab, "tests.train.made:trained", task)
-    wait_for_steps(out)
-    lab.cable(4, "down")
+    task = {"shards": str(shards), "out": str(out)}
+    process = start(lab, TRAINED, task)
+    lab.cut(4)
     code, told = finished(process)
     assert code == 2, told
     assert re.search(r"error: rank [0-2], in \w+: rank 3 \(.*\) gave no sign of life for 10 s", told), told
     assert re.search(r"error: rank 3.*: the machine of the first rank \(10.99.0.1:\d+\) did not answer", told), told
     assert "ended with exit code 2; the ranks of the other hosts were ended" in told
     (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.2\n10.99.0.3\n")
-    assert finished(start(lab, "tests.train.made:trained", task)) == (0, ANY)
+    assert finished(start(lab, TRAINED, task)) == (0, ANY)
     whole = alone(shards, tmp_path / "alone")
     assert losses(out) == pytest.approx(whole, abs=1e-5)
     assert len(whole) == STEPS
@@ -179,25 +220,23 @@ def test_under_torchrun_the_machines_that_a_cut_cable_leaves_resume_by_themselve
     lab: Lab, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    task = {"shards": str(shards), "out": str(out), "settings": SETTINGS}
-    (tmp_path / "train.py").write_text(TRAIN)
+    task = {"shards": str(shards), "out": str(out)}
+    (tmp_path / "agent.py").write_text(AGENT)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     conf = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5,is_host={}"
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3:4", "--nproc-per-node", "1"]
+    words = [str(lab.python), str(tmp_path / "agent.py"), "--nnodes", "3:4", "--nproc-per-node", "1"]
     words += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.99.0.1:29511", "--rdzv-id", "one"]
+    program = ["--no-python", str(lab.python), str(tmp_path / "train.py"), TRAINED, json.dumps(task)]
     agents = []
     with contextlib.ExitStack() as stack:
         for machine in range(1, MACHINES + 1):
             more = ["--local-addr", f"10.99.0.{machine}", "--rdzv-conf", conf.format(int(machine == 1))]
-            command = [*lab.inside(machine), *words, *more, str(tmp_path / "train.py"), "tests.train.made:trained"]
+            command = [*lab.inside(machine), *words, *more, *program]
             log = stack.enter_context((tmp_path / f"{machine}.log").open("w"))
-            agent = subprocess.Popen(
-                [*command, json.dumps(task)], stderr=log, stdout=log, cwd=ROOT, start_new_session=True
-            )
+            agent = subprocess.Popen(command, stderr=log, stdout=log, cwd=ROOT, start_new_session=True)
             agents.append(agent)
             stack.callback(ended, agent)
-        wait_for_steps(out)
-        lab.cable(4, "down")
+        lab.cut(4)
         said = [(tmp_path / f"{machine}.log") for machine in range(1, MACHINES + 1)]
         for agent in agents[:3]:
             assert agent.wait(timeout=200) == 0, "\n".join(file.read_text()[-3000:] for file in said)
@@ -210,7 +249,7 @@ def ended(agent: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         agent.terminate()
     try:
-        agent.wait(timeout=40)
+        agent.wait(timeout=10)
     except subprocess.TimeoutExpired:
         os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()
