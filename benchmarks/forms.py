@@ -163,7 +163,7 @@ def some_value(rng: random.Random, depth: int, names: list[str]) -> dict[str, An
             length = rng.randint(0, 6)
             return {"type": "string", "minLength": length, "maxLength": length + 8}
         case "pattern":
-            patterns = ("^[A-Z]{2}-[0-9]{1,4}$", "^(red|green) [a-f]+$", r"^\d{3}(\.\d)?$", "^[^\\s]{1,9}$")
+            patterns = ("^[A-Z]{2}-[0-9]{1,4}$", "^(red|green) [a-f]+$", r"^\d{3}(\.\d)?$", "^[^ ]{1,9}$")
             return {"type": "string", "pattern": rng.choice(patterns), "maxLength": 12}
         case "format":
             formats = ("date", "time", "date-time", "duration", "uuid", "ipv4", "ipv6", "email", "hostname")

@@ -19,9 +19,9 @@ BUDGET = {
     "model": 4_020,
     "weights": 5_950,
     "train": 10_030,
-    "generate": 1_910,
+    "generate": 1_980,
     "evaluation": 4_760,
-    "serve": 3_590,
+    "serve": 3_660,
     "stages": 6_170,
 }
 
