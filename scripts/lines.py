@@ -19,9 +19,9 @@ BUDGET = {
     "model": 4_020,
     "weights": 5_950,
     "train": 10_030,
-    "generate": 1_980,
+    "generate": 1_985,
     "evaluation": 4_760,
-    "serve": 3_660,
+    "serve": 3_670,
     "stages": 6_170,
 }
 
