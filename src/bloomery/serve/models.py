@@ -238,8 +238,8 @@ class ModelRegistry:
             there = weakref.ref(model)
             del model
             gc.collect()
-            if (model := there()) is not None:  # a thread works with it, so its memory would not be free
-                self._loaded[name], self._asked[name] = (mtime, model), now
+            if (held := there()) is not None:  # a thread works with it, so its memory would not be free
+                self._loaded[name], self._asked[name] = (mtime, held), now
                 return self._watch(name)
             self._watched.discard(name)
         _free()
