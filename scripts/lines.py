@@ -19,9 +19,9 @@ BUDGET = {
     "model": 4_020,
     "weights": 6_000,
     "train": 10_110,
-    "generate": 1_910,
+    "generate": 1_985,
     "evaluation": 4_760,
-    "serve": 3_590,
+    "serve": 3_670,
     "stages": 6_180,
 }
 

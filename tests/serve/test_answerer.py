@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.generate.scheduler import Request, Ticket, Token
-from bloomery.serve.chat_model import Asked, ModelWords, TextAnswerer, derived_seed
+from bloomery.serve.chat_model import Asked, ModelWords, StoppedError, TextAnswerer, derived_seed
 from bloomery.serve.constrained import TextStream, ToolFormat
 
 END = 256
@@ -256,3 +256,20 @@ def test_stop_strings_cut_at_the_same_place_however_the_bytes_are_cut(text: str,
     found = [(place + len(mark), place) for mark in stop if (place := text.find(mark)) >= 0]
     assert got == (text[: min(found)[1]] if found else text)
     assert stream.stopped == bool(found)
+
+
+def test_an_answer_that_nobody_waits_for_begins_no_further_prompt() -> None:
+    """A request may have many prompts, each of which costs a forward pass where the answer echoes its scores."""
+    model, scheduler = answerer([97, END])
+    read: list[str] = []
+
+    def text_ids(prompt: str, where: str = "prompt") -> list[int]:
+        read.append(prompt)
+        return [*prompt.encode()]
+
+    model.text_ids = text_ids  # type: ignore[method-assign, assignment]
+    asked = Asked(sampling=SamplingConfig.greedy(2), prompts=("a", "b", "c"), is_stopped=lambda: len(read) == 2)
+    with pytest.raises(StoppedError):
+        model.begin(asked, lambda: None)
+    assert read == ["a", "b"]
+    assert scheduler.asked is None

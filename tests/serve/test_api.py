@@ -292,6 +292,9 @@ def test_expressions_choices_and_grammars_are_obeyed(site: Site) -> None:
         assert finish == "length" or (text.startswith("f(") and text.count("(") == text.count(")"))
     for text, _ in answers(site, "chats", guided_json=json.dumps(SCHEMAS["a pattern"])):
         assert validated(json.loads(text), SCHEMAS["a pattern"])
+    inside = {"type": "json_object", "schema": SCHEMAS["a pattern"]}
+    for text, _ in answers(site, "chats", response_format=inside):
+        assert validated(json.loads(text), SCHEMAS["a pattern"])
     body = {"model": "base", "prompt": "Two digits: ", "guided_regex": "[0-9]{2}"}
     assert re.fullmatch("[0-9]{2}", site.post("/v1/completions", **body).json()["choices"][0]["text"])
 

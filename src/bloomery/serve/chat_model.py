@@ -69,6 +69,8 @@ class Asked:
     """Of a conversation that does not fit, the oldest messages are left out, but for those of the system."""
     echo: bool = False
     """An answer begins with its prompt."""
+    is_stopped: Callable[[], bool] = lambda: False
+    """Whether nobody waits for the answer any more. Asked between the prompts."""
 
     @property
     def sequences(self) -> int:
@@ -304,6 +306,8 @@ class TextAnswerer:
             return _Prepared(self, asked, (_Prompt(ids),), self._renderer(asked).end_ids, dropped)
         prompts = []
         for number, prompt in enumerate(asked.prompts):
+            if asked.is_stopped():
+                raise StoppedError
             ids = self.text_ids(prompt)
             self._check_room(ids, "the prompt", "prompt", "Shorten it.", self.words.context)
             opened = len(self.words.opening) if isinstance(prompt, str) else 0

@@ -228,12 +228,19 @@ class ModelRegistry:
         with self._locks[name]:
             if name not in self._loaded:  # a newer version could not be loaded
                 return self._watched.discard(name)
-            model, now = self._loaded[name][1], time.monotonic()
+            mtime, model = self._loaded[name]
+            now = time.monotonic()
             if model.is_busy:
                 self._asked[name] = now
             if now - self._asked[name] < self.settings.unload_after:
                 return self._watch(name)
-            del self._loaded[name], model
+            del self._loaded[name]
+            there = weakref.ref(model)
+            del model
+            gc.collect()
+            if (held := there()) is not None:  # a thread works with it, so its memory would not be free
+                self._loaded[name], self._asked[name] = (mtime, held), now
+                return self._watch(name)
             self._watched.discard(name)
         _free()
         info(f"{name}: unloaded after {self.settings.unload_after} s without a request")
@@ -279,6 +286,7 @@ def _free() -> None:
     """Give the memory of models back that nobody holds, to the device too."""
     gc.collect()
     device.find().release()
+    device.return_freed_memory()
 
 
 def _made(path: Path) -> float:

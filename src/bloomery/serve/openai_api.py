@@ -273,10 +273,9 @@ def _response_forms(value: object, field: str) -> Iterator[Form]:
     if value is None:
         return
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object":
+    if kind == "json_object" and not value.get("schema"):
         yield object_form(field)
-    elif kind == "json_schema":
-        assert isinstance(value, dict)
+    elif kind in ("json_object", "json_schema"):  # llama.cpp and instructor write a schema into the first too
         inside = value.get("json_schema", value)  # /v1/responses has the schema one level higher
         schema = inside.get("schema") if isinstance(inside, dict) else None
         yield schema_form(_schema(schema, f"{field}.schema"), field)

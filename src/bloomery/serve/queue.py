@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from bloomery.core.errors import BloomeryError, RunError
@@ -104,6 +105,7 @@ class GenerationRequest:
     def _prepare(self, models: Models, asked: Asked) -> None:
         if self._stopped.is_set():
             raise StoppedError
+        asked = replace(asked, is_stopped=self._stopped.is_set)
         answer = loaded(models, self.name).begin(asked, self._notify)
         self.answer = answer
         if self._stopped.is_set():
