@@ -20,7 +20,7 @@ Weights go tensor by tensor from their file to where they compute, in the format
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -253,8 +253,13 @@ class ModelLanguage:
 class Loaded:
     model: Transformer
     language: ModelLanguage
-    lineage: Lineage
+    made_from: Lineage | Callable[[], Lineage]
+    """Its lineage, or what hashes the words of a model that others trained, which takes as long as reading them."""
     folder: Path
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.made_from if isinstance(self.made_from, Lineage) else self.made_from()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -426,6 +431,7 @@ def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         return _with_adapters(path, kept, special)
     opened = opened_model(path)
     words = _language(opened)
+    lineage: Lineage | Callable[[], Lineage]
     if opened.gguf is None and (path / LINEAGE).is_file():
         lineage = lineage_of(path)
         model = kept.filled(opened, opened.rows)
@@ -437,9 +443,13 @@ def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
     else:
         model = kept.filled(opened, opened.rows)
-        template = None if words.chat is None else words.chat.hash
-        lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
+        lineage = partial(_imported_lineage, words)
     return Loaded(model.eval(), words, lineage, path)
+
+
+def _imported_lineage(words: ModelLanguage) -> Lineage:
+    template = None if words.chat is None else words.chat.hash
+    return Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
 
 
 def _language(opened: OpenedModel) -> ModelLanguage:
@@ -615,7 +625,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         safetensors.verify(base_folder)
     if not facts:
         return replace(loaded, folder=folder)
-    return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
+    return replace(loaded, language=words, made_from=lineage_of(folder), folder=folder)
 
 
 def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
