@@ -70,6 +70,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/lines.py
+	$(BIN)/python scripts/readme.py
 
 check: lint test
 

@@ -25,6 +25,8 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -91,10 +93,23 @@ class Key:
 
 
 def effect(model: type[BaseModel], name: str) -> str:
-    """The description of a field, or that of the field which it overrides."""
-    owners = (owner for owner in model.__mro__ if issubclass(owner, BaseModel))
-    texts = (field.description for owner in owners if (field := owner.model_fields.get(name)) is not None)
-    return " ".join(next(filter(None, texts), "").split()).replace("None: ", "Not set: ")
+    """The docstring of a field, or that of the field which it overrides."""
+    owners = (owner for owner in model.__mro__ if issubclass(owner, BaseModel) and owner is not BaseModel)
+    texts = (field_docstrings(owner).get(name) for owner in owners)
+    return " ".join((next(filter(None, texts), None) or "").split()).replace("None: ", "Not set: ")
+
+
+@cache
+def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The text below each field that a class itself declares. Pydantic reads it too, at each start of a program."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, below in pairwise(tree.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def volatile(field: FieldInfo) -> bool:

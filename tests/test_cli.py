@@ -541,7 +541,7 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
 
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding(id="torch", status="fail", value="none", hint="Install it.")]
-    monkeypatch.setattr(doctor, "findings", lambda host, runs, retry: [("Torch", one) for one in bad])
+    monkeypatch.setattr(doctor, "findings", lambda host, runs, retry, quick: [("Torch", one) for one in bad])
     code, out, _ = call("doctor", "--json")
     assert code == json.loads(out)["exit"] == doctor.exit_code(bad) == 2
     code, out, _ = call("doctor")

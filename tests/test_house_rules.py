@@ -44,7 +44,7 @@ IMPORTS_WHEN_CALLED = (
 Whose functions import what they need: `--help` and `import bloomery` start at once, and a model in one format
 is read, and a model computes, without what only others need.
 """
-TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
+TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py", "hw/require_torch.py")
 BROAD_EXCEPT_ALLOWED = (
     "cli.py",
     "serve/server.py",

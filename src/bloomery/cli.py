@@ -395,17 +395,14 @@ def _task_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _machine_verbs(verbs: Any) -> None:
-    verb = _verb(
-        verbs,
-        "doctor",
-        "examine this machine: what fits, what is wrong, how to fix it",
-        "bloomery doctor",
-        reports=True,
-    )
+    brief = "examine this machine: what fits, what is wrong, how to fix it"
+    verb = _verb(verbs, "doctor", brief, "bloomery doctor", reports=True)
     verb.add_argument(
         "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
     )
-    verb.add_argument("--retry", action="store_true", help="try every kernel again, also those with saved results")
+    trials = verb.add_mutually_exclusive_group()
+    trials.add_argument("--retry", action="store_true", help="try every kernel again, also those with saved results")
+    trials.add_argument("--quick", action="store_true", help="measure no speed, and try no kernel")
     verb.add_argument("-v", "--verbose", action="store_true", help="show the errors of each kernel")
 
 
@@ -765,7 +762,7 @@ def doctor(options: argparse.Namespace) -> int:
     from bloomery.hw.host import Host
 
     host = report.shown(Host.here()) if sys.stderr.isatty() else Host.here()
-    findings = report.findings(host, options.runs, retry=options.retry)
+    findings = report.findings(host, options.runs, retry=options.retry, quick=options.quick)
     if options.json:
         known = [finding for _, finding in findings]
         print(json.dumps({"findings": [one.as_json() for one in known], "exit": report.exit_code(known)}))

@@ -75,6 +75,24 @@ def test_every_machine_without_torch_is_told_how_to_get_it_and_whatever_is_not_w
     assert all(finding.hint for finding in findings.values() if finding.status != "ok")
 
 
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_quick_examination_runs_nothing_but_the_import_of_torch_and_finds_the_same(tmp_path: Path, name: str) -> None:
+    host = MATRIX[name].build(tmp_path)
+    whole, ran = {finding.id: finding for finding in examine(host, tmp_path / "runs")}, list[str]()
+
+    def run(command: Sequence[str], limit_seconds: float) -> CommandResult:
+        ran.append(command[-1])
+        return host.run(command, limit_seconds)
+
+    found = [finding for _, finding in report.findings(replace(host, run=run), tmp_path / "runs", quick=True)]
+    assert not {"speed", "memory", "disk", "refill", "all-reduce", "launch", "training"} & {*ran}
+    assert {finding.id: finding for finding in found[:-1]}.items() <= whole.items()
+    assert found[-1].id == "quick"
+    assert report.verdict(found, tmp_path / "runs")[0] != report.verdict([*whole.values()], tmp_path / "runs")[
+        0
+    ] or any(finding.status == "fail" for finding in found)
+
+
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 

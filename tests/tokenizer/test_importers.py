@@ -222,6 +222,18 @@ def test_a_tokenizer_file_gives_the_ids_of_the_library(make: Any, tmp_path: Path
     assert [ids.tolist() for ids in encoder.encode_batch(ENOUGH)] == tokenizer.encode_batch(ENOUGH)
 
 
+@pytest.mark.parametrize("make", [byte_bpe, with_words, like_llama, None])
+def test_the_outline_says_what_the_whole_file_says(make: Any, tmp_path: Path) -> None:
+    tokenizer = small()
+    if make is not None:
+        make().save(str(tmp_path / FILE))
+        tokenizer = importers.load(tmp_path / FILE)
+    outline, model = dict(tokenizer.outline), tokenizer.spec["model"]
+    assert outline.pop("model") == {name: model.get(name) for name in ("unk_token", "byte_fallback")}
+    assert outline == {name: tokenizer.spec[name] for name in outline}
+    assert {*outline} == {"added_tokens", "normalizer", "pre_tokenizer", "decoder"}
+
+
 def test_no_text_becomes_a_special_token_that_came_along(tmp_path: Path) -> None:
     byte_bpe().save(str(tmp_path / FILE))
     tokenizer = importers.load(tmp_path / FILE)

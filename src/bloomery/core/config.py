@@ -183,7 +183,7 @@ RENAMED = {
 class Config(BaseModel):
     """Base of every section of a recipe: frozen, and strict about what it is given."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ Import this before torch: if torch is missing, the error says which command inst
 
     import torch
 
+It imports torch itself, without garbage collection: the many passes over what torch creates, none of which is ever
+garbage, take an eighth of the import. What is there then is left out of later passes.
+
 The name is repeated to say that it is imported for its effect. Raises `bloomery.hw.torch_install.MissingTorch`,
 which is a HardwareError to `cli.py` and a ModuleNotFoundError to everyone else.
 
@@ -15,6 +18,7 @@ thread then waits out the other's share of time in every operation. Training fel
 quiet machine the short wait costs a tenth.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -37,3 +41,11 @@ if importlib.util.find_spec("torch") is None:
     raise missing(Host.here())
 if "torch" not in sys.modules:
     errors.check_addresses(TORCH_ADDRESSES, "torch")
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import torch as torch
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()

@@ -437,8 +437,8 @@ class TextAnswerer:
 
     @cached_property
     def special_names(self) -> dict[int, bytes]:
-        spec = getattr(self.words.tokenizer, "spec", {"added_tokens": []})
-        return {token["id"]: token["content"].encode() for token in spec["added_tokens"] if token["special"]}
+        outline = getattr(self.words.tokenizer, "outline", {"added_tokens": []})
+        return {token["id"]: token["content"].encode() for token in outline["added_tokens"] if token["special"]}
 
     @torch.inference_mode()
     def scores(self, ids: Sequence[int], top: int) -> list[TokenScore]:

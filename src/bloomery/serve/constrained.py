@@ -156,7 +156,7 @@ class _TokenTable:
         self._tokenizer = tokenizer
         self.eos_token_id = min(end_ids)
         self.special_token_ids = sorted(tokenizer.special_ids | end_ids)
-        names = {token["id"]: token["content"].encode() for token in tokenizer.spec["added_tokens"]}
+        names = {token["id"]: token["content"].encode() for token in tokenizer.outline["added_tokens"]}
         self.tokens = [tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
         for id in self.special_token_ids:
             self.tokens[id] = names.get(id, self.tokens[id])

@@ -144,7 +144,7 @@ def _chosen(talks: Sequence[TrainingConversation], count: int) -> list[TrainingC
 
 def _sample(talk: TrainingConversation, renderer: ChatRenderer) -> dict[str, Any]:
     """A conversation in runs of token IDs, in the loss or not, with each special token alone."""
-    names = {token["id"]: token["content"] for token in renderer.tokenizer.spec["added_tokens"] if token["special"]}
+    names = {token["id"]: token["content"] for token in renderer.tokenizer.outline["added_tokens"] if token["special"]}
     runs: list[dict[str, Any]] = []
     ids, mask = talk.ids[:SHOWN_TOKENS].tolist(), talk.mask[:SHOWN_TOKENS].tolist()
     begin = 0

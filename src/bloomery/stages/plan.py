@@ -348,7 +348,7 @@ ON_TOP = ("parameters", "weights_bytes", "peak_bytes", "tokens_per_second", "cho
 
 
 DATA_BYTES_PER_SECOND = 1.4e6
-"""Of text, from fetch to shard: 15.7 MB in 11.3 s, on two cores (recipes/demo.toml, docs/transcript.txt)."""
+"""Of text, from fetch to shard: 15.7 MB in 11.3 s, on two cores (recipes/demo.toml)."""
 CONVERSATIONS_PER_SECOND, QUESTIONS_PER_SECOND = 3900, 18
 """24,000 in 6.2 s, and 220 in 12 s with 4 million parameters; the same run."""
 QUESTIONED_PARAMETERS = 4_000_000

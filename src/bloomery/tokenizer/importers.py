@@ -85,7 +85,7 @@ class SentencePieceModel(NamedTuple):
 
 def write(file: Path, tokenizer: Tokenizer) -> None:
     """Write what each id stands for; special tokens by their names. Raises DataError for a token of over 255 bytes."""
-    names = {token["id"]: token["content"].encode() for token in tokenizer.spec["added_tokens"] if token["special"]}
+    names = {token["id"]: token["content"].encode() for token in tokenizer.outline["added_tokens"] if token["special"]}
     tokens = [names.get(id) or tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
     if long := next((id for id, token in enumerate(tokens) if len(token) > 255), None):
         what = f"token {long} has {len(tokens[long])} bytes, and llm.c has one byte for a length"
@@ -99,10 +99,10 @@ def write(file: Path, tokenizer: Tokenizer) -> None:
 
 def _cut(tokenizer: Tokenizer) -> PatternName | None:
     """The pattern of a tokenizer that cuts words by it and does nothing else to a text; None for another."""
-    if tokenizer.spec["normalizer"] is not None:
+    if tokenizer.outline["normalizer"] is not None:
         return None
     how = {name: json.loads(byte_level(BPE(), name).to_str())["pre_tokenizer"] for name in get_args(PatternName)}
-    return next((name for name, cut in how.items() if cut == tokenizer.spec["pre_tokenizer"]), None)
+    return next((name for name, cut in how.items() if cut == tokenizer.outline["pre_tokenizer"]), None)
 
 
 def pattern_of(file: Path) -> PatternName | None:
@@ -239,18 +239,17 @@ def roles_of(folder: Path) -> dict[str, str | None]:
 def _foreign(
     inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | None], boundary_ids: Sequence[int] = ()
 ) -> Tokenizer:
-    known = inner.get_vocab(with_added_tokens=True)
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     # as transformers does; a role whose token is not in the vocabulary would be a new row
-    named = [name for name in dict.fromkeys(roles.values()) if name in known and name not in special]
-    if named:
-        inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
-        known = inner.get_vocab(with_added_tokens=True)
+    candidates = [name for name in dict.fromkeys(roles.values()) if name is not None and name not in special]
+    named = [name for name in candidates if inner.token_to_id(name) is not None]
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
+    known = inner.get_vocab(with_added_tokens=True)
     if len(set(known.values())) < len(known):
         raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
     tokenizer = Tokenizer(inner, roles, boundary_ids)
-    unknown = tokenizer.spec["model"].get("unk_token")
-    for token in tokenizer.spec["added_tokens"]:
+    unknown = tokenizer.outline["model"]["unk_token"]
+    for token in tokenizer.outline["added_tokens"]:
         if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):
             raise DataError(f"makes the special token {token['content']!r} of a text", where=where, hint=_OTHER)
     return tokenizer

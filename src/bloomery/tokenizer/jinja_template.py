@@ -655,7 +655,7 @@ class JinjaRenderer:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        return {one["id"]: one["content"] for one in self.tokenizer.spec["added_tokens"] if one["special"]}
+        return {one["id"]: one["content"] for one in self.tokenizer.outline["added_tokens"] if one["special"]}
 
     def _encoded(self, text: OriginText) -> tuple[list[int], list[tuple[int, int]]]:
         """IDs of a rendered text, and the characters (begin, end) of each."""
@@ -676,7 +676,7 @@ class JinjaRenderer:
 
     @cached_property
     def _unknown(self) -> int | None:
-        name = self.tokenizer.spec["model"].get("unk_token")
+        name = self.tokenizer.outline["model"]["unk_token"]
         return next((id for id, content in self._special.items() if content == name), None)
 
     @cached_property
@@ -687,7 +687,7 @@ class JinjaRenderer:
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[int, int]]:
         """A tokenizer whose special tokens have names that no text holds, those names, and its IDs in ours."""
-        added = self.tokenizer.spec["added_tokens"]
+        added = self.tokenizer.outline["added_tokens"]
         inner = tokenizers.Tokenizer.from_str(
             json.dumps(self.tokenizer.spec | {"post_processor": None, "added_tokens": []})
         )

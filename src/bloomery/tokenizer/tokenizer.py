@@ -339,7 +339,7 @@ class Tokenizer:
         inner.no_truncation()
         self._inner, self._reported = inner, False
         self._roles, self._boundary_ids = roles, boundary_ids
-        vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        vocabulary = self._vocabulary
         ours = all(name in vocabulary for name in SPECIAL)
         if roles is None and not ours:
             missing = [name for name in SPECIAL if name not in vocabulary]
@@ -413,6 +413,12 @@ class Tokenizer:
         return Tokenizer(inner, self._roles, self._boundary_ids)
 
     @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        """Names of all tokens, and their IDs. The library takes a moment to list them."""
+        vocabulary: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    @cached_property
     def _special_by_name(self) -> dict[str, int]:
         return {one.content: id for id, one in self._inner.get_added_tokens_decoder().items() if one.special}
 
@@ -423,17 +429,27 @@ class Tokenizer:
         return spec
 
     @cached_property
+    def outline(self) -> dict[str, Any]:
+        """`spec` without vocabulary and merges, and with no more of the model than what is asked of it."""
+        parts = {name: getattr(self._inner, name) for name in _LISTS}
+        model, flags = self._inner.model, ("single_word", "lstrip", "rstrip", "normalized", "special")
+        return {
+            **{name: part and json.loads(part.__getstate__()) for name, part in parts.items()},
+            "added_tokens": [
+                {"id": id, "content": token.content, **{flag: getattr(token, flag) for flag in flags}}
+                for id, token in sorted(self._inner.get_added_tokens_decoder().items())
+            ],
+            "model": {name: getattr(model, name, None) for name in ("unk_token", "byte_fallback")},
+        }
+
+    @cached_property
     def hash(self) -> str:
         """sha256 of everything that determines token IDs."""
         return sha256_bytes(canonical(self.spec))
 
-    @property
-    def vocab_size(self) -> int:
-        return self._size
-
     @cached_property
-    def _size(self) -> int:
-        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+    def vocab_size(self) -> int:
+        return max(self._vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         self._report_missing((text,))
@@ -458,10 +474,10 @@ class Tokenizer:
     @cached_property
     def _missing(self) -> bytes:
         """Bytes of UTF-8 that a byte-level tokenizer has no token for, where the model has no unknown token."""
-        if "ByteLevel" not in json.dumps(self.spec["decoder"]) or self.spec["model"].get("unk_token") is not None:
+        if "ByteLevel" not in json.dumps(self.outline["decoder"]) or self.outline["model"]["unk_token"] is not None:
             return b""
-        known = self._inner.get_vocab(with_added_tokens=False)
-        return bytes(byte for byte, letter in byte_letters().items() if letter not in known and byte not in _NEVER)
+        id_of = self._inner.model.token_to_id
+        return bytes(byte for byte, letter in byte_letters().items() if id_of(letter) is None and byte not in _NEVER)
 
     def encode_within(self, text: str, max_tokens: int) -> list[int] | int:
         """
@@ -497,29 +513,29 @@ class Tokenizer:
     @cached_property
     def _cuts_words(self) -> bool:
         """Whether words are cut by one of PATTERNS, and nothing joins what it cuts."""
-        match _steps(self.spec["pre_tokenizer"], "pretokenizers"):
+        match _steps(self.outline["pre_tokenizer"], "pretokenizers"):
             case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
                 known = True
             case [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, _]:
                 known = named(regex) is not None
             case _:
                 known = False
-        joined = any(_WORD_END.search(token["content"]) for token in self.spec["added_tokens"] if not token["special"])
-        return known and not joined and self.spec["normalizer"] in (None, {"type": "NFC"})
+        joined = any(
+            _WORD_END.search(token["content"]) for token in self.outline["added_tokens"] if not token["special"]
+        )
+        return known and not joined and self.outline["normalizer"] in (None, {"type": "NFC"})
 
     @cached_property
     def _growth(self) -> float:
-        return growth(self.spec)
+        return growth(self.outline)
 
     @cached_property
     def max_token_bytes(self) -> int | None:
         """The most bytes of text that one token stands for; None where the tokenizer may drop some of the text."""
-        normalizers = _steps(self.spec["normalizer"], "normalizers")
-        steps = normalizers + _steps(self.spec["pre_tokenizer"], "pretokenizers")
-        names, added = self._inner.get_vocab(with_added_tokens=False).keys(), self.spec["added_tokens"]
-        in_bytes = (
-            {f"<0x{byte:02X}>" for byte in range(256)} if self.spec["model"].get("byte_fallback") else set(_BYTES)
-        )
+        normalizers = _steps(self.outline["normalizer"], "normalizers")
+        steps = normalizers + _steps(self.outline["pre_tokenizer"], "pretokenizers")
+        names, added = self._inner.get_vocab(with_added_tokens=False).keys(), self.outline["added_tokens"]
+        in_bytes = {f"<0x{byte:02X}>" for byte in range(256)} if self.outline["model"]["byte_fallback"] else set(_BYTES)
         drops = any(one["lstrip"] or one["rstrip"] for one in added if not one["special"])
         if drops or not in_bytes <= names or not all(map(_keeps_bytes, steps)):
             return None
@@ -543,22 +559,22 @@ class Tokenizer:
     @cached_property
     def _puts_space_first(self) -> bool:
         """Whether every text gets a space in front, which is no part of it: so did the first Llama's."""
-        joined = _steps(self.spec["pre_tokenizer"], "pretokenizers")
+        joined = _steps(self.outline["pre_tokenizer"], "pretokenizers")
         first = any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in joined)
-        return first or '"Prepend"' in json.dumps(self.spec["normalizer"])
+        return first or '"Prepend"' in json.dumps(self.outline["normalizer"])
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Of all special tokens, also such as an imported tokenizer brought along: no text becomes one of them."""
-        return frozenset(token["id"] for token in self.spec["added_tokens"] if token["special"])
+        return frozenset(token["id"] for token in self.outline["added_tokens"] if token["special"])
 
     @cached_property
     def _bytes(self) -> list[bytes]:
         table = [b""] * self.vocab_size
-        added = {token["content"] for token in self.spec["added_tokens"]}
-        unknown = self.spec["model"].get("unk_token")
-        by_bytes = "ByteLevel" in json.dumps(self.spec["decoder"])
-        for name, id in self._inner.get_vocab(with_added_tokens=True).items():
+        added = {token["content"] for token in self.outline["added_tokens"]}
+        unknown = self.outline["model"]["unk_token"]
+        by_bytes = "ByteLevel" in json.dumps(self.outline["decoder"])
+        for name, id in self._vocabulary.items():
             if id not in self.special_ids and name != unknown:
                 table[id] = _piece(name) if not by_bytes else name.encode() if name in added else _letters(name)
         return table
@@ -580,8 +596,10 @@ def _keeps_bytes(step: dict[str, Any]) -> bool:
 
 def _letters(name: str) -> bytes:
     """A name with other letters stands for itself: vocabularies hold a few that no merge makes."""
-    known = all(letter in _BYTES for letter in name)
-    return bytes(_BYTES[letter] for letter in name) if known else name.encode()
+    try:
+        return bytes(map(_BYTES.__getitem__, name))
+    except KeyError:
+        return name.encode()
 
 
 def _opening(inner: tokenizers.Tokenizer) -> list[int]:

@@ -626,9 +626,9 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
     kinds = _types(meta, tokens)
     last = max((id for id, kind in enumerate(kinds) if kind not in (CONTROL, USER, UNUSED)), default=-1)
     vocabulary = {token: id for id, token in enumerate(tokens[: last + 1])}
-    merges = [tuple(merge.split(" ")) for merge in meta.texts("tokenizer.ggml.merges")]
+    merges = [merge.split(" ") for merge in meta.texts("tokenizer.ggml.merges")]
     for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
+        if len(merge) != 2 or not (merge[0] in vocabulary and merge[1] in vocabulary and "".join(merge) in vocabulary):
             what = f"has the merge {shorten(' '.join(merge))!r}, whose tokens it lacks"
             raise CheckpointError(what, where=where, hint=DAMAGED)
     added = [
@@ -668,7 +668,7 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
             "byte_fallback": False,
             "ignore_merges": how.whole_words,
             "vocab": vocabulary,
-            "merges": [list(merge) for merge in merges],
+            "merges": merges,
         },
     }
     return spec, pre.startswith("llama")

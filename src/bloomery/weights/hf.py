@@ -20,7 +20,7 @@ Weights go tensor by tensor from their file to where they compute, in the format
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -255,7 +255,8 @@ class ModelLanguage:
 class Loaded:
     model: Transformer
     language: ModelLanguage
-    lineage: Lineage
+    made_from: Lineage | Callable[[], Lineage]
+    """Its lineage, or what hashes the words of a model that others trained, which takes as long as reading them."""
     folder: Path
     stored: Mapping[str, Tensor] | None = None
     """The weights, where they stay in their files and the model has none (`streamed`)."""
@@ -264,6 +265,10 @@ class Loaded:
     def weights(self) -> Mapping[str, Tensor]:
         """Weights by name, without a tied head, which is the embedding. Those in files are read when asked for."""
         return own_weights(self.model) if self.stored is None else self.stored
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.made_from if isinstance(self.made_from, Lineage) else self.made_from()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -459,6 +464,7 @@ def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         return _with_adapters(path, kept, special)
     opened = opened_model(path)
     words = _language(opened)
+    lineage: Lineage | Callable[[], Lineage]
     if opened.gguf is None and (path / LINEAGE).is_file():
         lineage = lineage_of(path)
         model = kept.filled(opened, opened.rows)
@@ -470,9 +476,13 @@ def _loaded(path: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
     else:
         model = kept.filled(opened, opened.rows)
-        template = None if words.chat is None else words.chat.hash
-        lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
+        lineage = partial(_imported_lineage, words)
     return Loaded(model.eval(), words, lineage, path, kept.stored(opened, model))
+
+
+def _imported_lineage(words: ModelLanguage) -> Lineage:
+    template = None if words.chat is None else words.chat.hash
+    return Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
 
 
 def _language(opened: OpenedModel) -> ModelLanguage:
@@ -644,7 +654,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
         safetensors.verify(base_folder)
     if not facts:
         return replace(loaded, folder=folder)
-    return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
+    return replace(loaded, language=words, made_from=lineage_of(folder), folder=folder)
 
 
 @dataclass(frozen=True)

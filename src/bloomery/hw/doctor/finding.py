@@ -45,6 +45,8 @@ class MachineFacts:
     """Of that import."""
     retry: bool = False
     """Whether to try kernels again whose results are saved."""
+    quick: bool = False
+    """Whether to leave out what computes: speeds, and trials of kernels without saved results."""
 
     @property
     def amd(self) -> list[Gpu]:

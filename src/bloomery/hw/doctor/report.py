@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[CheckFunction, ...]] = {
     "Speed": (compute.speed, compute.refill, compute.all_reduce),
 }
 """The checks by their title in the report. Those of the first group need no torch."""
+NO_COMPUTING = "no speed was measured, and no kernel was tried; kernels in this report have saved results"
 
 
 def examine(host: Host, runs: Path) -> list[Finding]:
@@ -56,18 +57,20 @@ def examine(host: Host, runs: Path) -> list[Finding]:
     return [finding for _, finding in findings(host, runs)]
 
 
-def findings(host: Host, runs: Path, *, retry: bool = False) -> Iterator[tuple[str, Finding]]:
+def findings(host: Host, runs: Path, *, retry: bool = False, quick: bool = False) -> Iterator[tuple[str, Finding]]:
     """
     Every finding with the title of its group, each as soon as it is known. torch is imported after the first group.
-    With `retry`, kernels whose results are saved are tried again.
+    With `retry`, kernels whose results are saved are tried again. `quick` leaves out what computes, and says so.
     """
     have = torch_install.installed(host)
-    facts = MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, retry=retry)
+    facts = MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, retry=retry, quick=quick)
     for number, (title, checks) in enumerate(GROUPS.items()):
         if number == 1:
             facts = with_torch(facts)
-        for check in checks:
+        for check in () if quick and title == "Speed" else checks:
             yield from ((title, finding) for finding in check(facts))
+    if quick:
+        yield "Left out", Finding(id="quick", status="ok", value=NO_COMPUTING)
 
 
 def with_torch(facts: MachineFacts) -> MachineFacts:
@@ -167,6 +170,9 @@ def verdict(findings: Sequence[Finding], runs: Path) -> tuple[str, str]:
     if failed := by_status["fail"]:
         return f"This machine is not ready to train. To fix: {', '.join(failed)} (✗ above).", "bloomery doctor"
     first_run = "bloomery run recipes/demo.toml" + ("" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}")
+    if any(one.id == "quick" for one in findings):
+        warned = f"Warnings: {', '.join(by_status['warn'])} (! above)" if by_status["warn"] else "No problem found"
+        return f"{warned}. Speed and kernels were not examined.", "bloomery doctor"
     if warned := by_status["warn"]:
         return f"This machine can train. It could do better: {', '.join(warned)} (! above).", first_run
     return "This machine is ready to train.", first_run
