@@ -36,7 +36,7 @@ TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
 SETTINGS = "settings that override the recipe, as TOML: pretrain.steps=100 'filter.rules=[]'"
 INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
-DATA_SETTINGS = "settings of this section of a recipe, as TOML: 'rules=[{kind=\"gopher\"}]'"
+DATA_SETTINGS = "settings of this recipe section, as TOML: 'rules=[{kind=\"gopher\"}]'"
 DATA = {
     "filter": ("keep documents that pass the rules; write the others to dropped/, with reasons", "crawl/ --out clean"),
     "dedup": ("remove exact and near duplicates", "clean/kept --out unique"),

@@ -583,7 +583,7 @@ class TerminalChat:
                 raise ConfigError("every message has an answer", where="/again", hint="Type the message again.")
             case "model" if value:
                 self._ask = self._load(Path(value))
-                log.info(f"(from here on {value} answers)", "dim")
+                log.info(f"({value} answers from here on)", "dim")
             case "temperature":
                 self.sampling = replace(self.sampling, **temperature(value))
             case "save" if value:
