@@ -164,7 +164,7 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
     assert code == 1
     assert "Traceback" in err
     assert "ZeroDivisionError: a bug" in err
-    assert err.splitlines()[-1].startswith("This is a fault of Bloomery's, not yours.")
+    assert err.splitlines()[-1].startswith("This is a bug in Bloomery.")
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
-SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
+SETTINGS = "settings that override the recipe, as TOML: pretrain.steps=100 'filter.rules=[]'"
 INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
-DATA_SETTINGS = "settings of the recipe's section, in TOML's words: 'rules=[{kind=\"gopher\"}]'"
+DATA_SETTINGS = "settings of this recipe section, as TOML: 'rules=[{kind=\"gopher\"}]'"
 DATA = {
-    "filter": ("keep documents that pass rules; the others go to dropped/, with their reason", "crawl/ --out clean"),
-    "dedup": ("keep one of all exact and near copies", "clean/kept --out unique"),
+    "filter": ("keep documents that pass the rules; write the others to dropped/, with reasons", "crawl/ --out clean"),
+    "dedup": ("remove exact and near duplicates", "clean/kept --out unique"),
     "decontaminate": (
-        "drop documents that hold questions of evaluation tasks",
+        "drop documents that contain questions of evaluation tasks",
         "unique/kept --out fair --against q.jsonl",
     ),
     "tokenize": ("turn documents into token shards", "fair/kept --out tokens --tokenizer tokenizer.json"),
@@ -99,7 +99,7 @@ def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = Fa
     )
     verb.set_defaults(verb=name)
     if reports:
-        verb.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+        verb.add_argument("--json", action="store_true", help="print only one JSON object to stdout")
     return verb
 
 
@@ -109,12 +109,12 @@ def _group(verb: argparse.ArgumentParser, title: str, example: str) -> Any:
 
 
 def _run_verbs(verbs: Any) -> None:
-    verb = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
+    verb = _verb(verbs, "run", "run the stages of a recipe that are not up to date", "bloomery run recipes/demo.toml")
     _recipe_arguments(verb)
-    selection = _group(verb, "a part of the recipe", "run recipes/demo.toml --until shard")
+    selection = _group(verb, "run a part of the recipe", "run recipes/demo.toml --until shard")
     stages = selection.add_mutually_exclusive_group()
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
-    stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
+    stages.add_argument("--only", metavar="STAGE", help="run only this stage; its inputs must be done")
     verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
     hosts = "start ranks by ssh on the hosts of this file; a line is `HOST slots=N`"
     verb.add_argument("--hosts", type=_path, metavar="FILE", help=hosts)
@@ -124,46 +124,46 @@ def _run_verbs(verbs: Any) -> None:
     _recipe_arguments(verb)
     verb.add_argument("--on", choices=("slurm", "skypilot"), required=True, help="the program that starts the script")
     for name, most, default in (("machines", 256, 1), ("ranks", 1024, 8), ("hours", 8760, 24)):
-        what = {"ranks": "ranks of each machine", "hours": "hours until Slurm ends it"}.get(name, f"number of {name}")
+        what = {"ranks": "ranks on each machine", "hours": "time limit in hours"}.get(name, f"number of {name}")
         verb.add_argument(f"--{name}", type=_whole(1, most), default=default, help=f"{what} (default: {default})")
-    verb.add_argument("--gpu", default="H100", help="SkyPilot's name of the GPU, one a rank; or none (default: H100)")
+    verb.add_argument("--gpu", default="H100", help="SkyPilot's name for the GPU of each rank, or none (default: H100)")
 
     verb = _verb(
-        verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
+        verbs, "plan", "estimate the memory and time of a recipe", "bloomery plan recipes/demo.toml", reports=True
     )
     _recipe_arguments(verb)
-    other = _group(verb, "for another machine", "plan recipes/gpt2-124m.toml --device 7900xtx --devices 2")
+    other = _group(verb, "plan for another machine", "plan recipes/gpt2-124m.toml --device 7900xtx --devices 2")
     other.add_argument("--device", metavar="NAME", help="plan for this device, for example mi300x")
     other.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="memory of a device, for example 16GiB")
     devices = "number of devices that train together (default: the recipe's num_processes)"
     other.add_argument("--devices", type=DEVICES, metavar="N", help=devices)
     drawn = _group(verb, "a mesh of devices", "plan recipes/llama-3.1-405b-lora-8x192gb.toml --html a.html")
-    drawn.add_argument("--html", type=_path, metavar="FILE", help="draw where each tensor of finetune.mesh lies")
+    drawn.add_argument("--html", type=_path, metavar="FILE", help="draw the devices of each tensor of finetune.mesh")
     cost = _group(verb, "cost", "plan recipes/demo.toml --price 2.5 --power-watts 900")
     cost.add_argument(
         "--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="price of all devices per hour, in any currency"
     )
     cost.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="power of all devices together")
 
-    brief = "say how far a run is, whether its process lives, and when it is done"
+    brief = "show the progress of runs, and the time left"
     verb = _verb(verbs, "status", brief, "bloomery status runs/demo --watch", reports=True)
     verb.add_argument("run", type=_path, nargs="?", metavar="RUN", help="a run folder (default: all runs)")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     verb.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
-    verb.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
+    verb.add_argument("--watch", action="store_true", help="update the output every 2 seconds, until Ctrl-C")
 
-    brief = "say what a run folder does not need, and move it to the trash of the run when told"
+    brief = "list files that a run no longer needs, and move or delete them on request"
     verb = _verb(verbs, "clean", brief, "bloomery clean runs/demo --yes", reports=True)
     verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
-    verb.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
-    verb.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
+    verb.add_argument("--yes", action="store_true", help="move them to RUN/.trash; delete trash older than a day")
+    verb.add_argument("--now", action="store_true", help="delete them, and the whole trash, at once")
 
 
 def _data_verbs(verbs: Any) -> None:
     """`data` and its own verbs: stages of the data half on files of any kind, without a recipe."""
     brief = "filter, deduplicate, decontaminate or tokenize files, without a recipe"
     data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
-    inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True, help="with --help, more of each")
+    inner = data.add_subparsers(title="tools", metavar="TOOL", required=True, help="TOOL --help lists its options")
     for name, (brief, example) in DATA.items():
         verb = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
         verb.set_defaults(verb="data", what=name)
@@ -173,7 +173,7 @@ def _data_verbs(verbs: Any) -> None:
             "--out", type=_path, required=True, metavar="DIR", help=f"a new folder for {holds}, or one to resume in"
         )
         verb.set_defaults(settings=[])
-        verb.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
+        verb.add_argument("--recipe", type=_path, help="read the settings from this recipe")
         fields = _group(verb, "fields of jsonl, parquet and csv", f"data {name} in/ --out out --text-field body")
         fields.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
         fields.add_argument("--id-field", help="field or column that holds the ID (default: id, or file and row)")
@@ -184,7 +184,7 @@ def _data_verbs(verbs: Any) -> None:
             size = "memory budget, for example 256MB or 8GiB"
             limits.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help=size)
         if name == "decontaminate":
-            verb.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
+            verb.add_argument("--against", action="append", default=[], metavar="FILE", help="questions of a test")
         if name == "tokenize":
             source = "a run, a tokenizer.json, .model, .tiktoken, or a folder with one (default: train one)"
             verb.add_argument("--tokenizer", type=_path, help=source)
@@ -267,47 +267,45 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
     _dtype_argument(verb)
-    sampling = _group(verb, "how it answers", "chat runs/demo --temperature 0 --max-tokens 40")
+    sampling = _group(verb, "sampling", "chat runs/demo --temperature 0 --max-tokens 40")
     template = f"chat template in place of the model's own: {', '.join(TEMPLATE_NAMES)}"
     sampling.add_argument("--template", choices=TEMPLATE_NAMES, metavar="NAME", help=template)
     hottest = f"0 always takes the likeliest token (default: as the model recommends, or {TEMPERATURE})"
     sampling.add_argument("--temperature", type=TEMPERATURES, help=hottest)
     sampling.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
-    likeliest = "sample from the likeliest tokens that reach p together"
+    likeliest = "sample from the likeliest tokens with total probability p"
     sampling.add_argument("--top-p", type=_number(1e-6, 1), help=likeliest)
     longest = "longest answer in tokens (default: 128)"
     sampling.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help=longest)
-    sampling.add_argument("--seed", type=SEED, default=0, help="the same seed samples the same answer (default: 0)")
+    sampling.add_argument("--seed", type=SEED, default=0, help="equal seeds give equal answers (default: 0)")
 
-    verb = _verb(
-        verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
-    )
+    verb = _verb(verbs, "serve", "serve all models over HTTP, with a chat page", "bloomery serve --port 8000")
     verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help=f"another model to serve: {MODEL}")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     _dtype_argument(verb)
     kept = _group(verb, "speed and memory", "serve --dtype int8 --kv-dtype int8 --unload-after 600")
     formats = "number format of keys and values on the CPU (default: float32 next to float32 weights, else bfloat16)"
     kept.add_argument("--kv-dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help=formats)
-    guessed = "tokens to guess at once, for answers that repeat their prompt (default: 0)"
+    guessed = "tokens to draft at once; speeds up answers that repeat their prompt (default: 0)"
     kept.add_argument("--draft-tokens", type=_whole(0, 32), default=0, help=guessed)
-    idle = "seconds without a request after which a model leaves memory (default: 0, never)"
+    idle = "unload a model after so many seconds without a request (default: 0, never)"
     kept.add_argument("--unload-after", type=_whole(0, 10**6), default=0, metavar="SECONDS", help=idle)
-    address = _group(verb, "who reaches it", "serve --host 0.0.0.0 --port 8080 --token SECRET")
+    address = _group(verb, "network", "serve --host 0.0.0.0 --port 8080 --token SECRET")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     address.add_argument("--port", type=_whole(0, 65_535), default=8000, help="port to listen on (default: 8000)")
-    token = "what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)"
+    token = "API key that clients must send; required with --host (default: BLOOMERY_TOKEN)"
     address.add_argument("--token", help=token)
 
     verb = _verb(
         verbs,
         "eval",
-        "ask a model the questions of known tasks, or validation questions of small worlds, and judge the answers",
+        "score a model on known tasks, or on validation questions of the demo",
         "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
         reports=True,
     )
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     _dtype_argument(verb)
-    toy = _group(verb, "questions of small worlds", "eval runs/demo --toy-questions 500 --seed 1")
+    toy = _group(verb, "questions of the demo", "eval runs/demo --toy-questions 500 --seed 1")
     number = "number of questions (default: as a recipe's evaluate.toy_questions)"
     toy.add_argument("--toy-questions", type=_whole(1, 10**6), help=number)
     toy.add_argument("--seed", type=SEED, help="which questions (default: as a recipe's evaluate.seed)")
@@ -323,14 +321,14 @@ def _export_verbs(verbs: Any) -> None:
         "--format",
         choices=("hf", "gguf", "peft", "llmc"),
         default="hf",
-        help="for transformers (default), llama.cpp and Ollama, PEFT (adapters alone), or llm.c",
+        help="for transformers (default), llama.cpp and Ollama, PEFT (adapters only), or llm.c",
     )
     formats = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
-    weights = "number format of the weights; q8_0 and q4_0 for gguf alone (default: float32)"
+    weights = "number format of the weights; q8_0 and q4_0 only for gguf (default: float32)"
     verb.add_argument("--dtype", choices=formats, default="float32", help=weights)
     size = "largest file of weights of --format hf, in GB (default: 5)"
     verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help=size)
-    license = "license of the model for its card, for example apache-2.0 (default: that of its base)"
+    license = "license for the model card, for example apache-2.0 (default: license of the base)"
     verb.add_argument("--license", metavar="ID", help=license)
     push = "upload the exported folder to a private repository"
     upload = _group(verb, "upload", "export runs/demo out --push hub:me/demo")
@@ -340,14 +338,14 @@ def _export_verbs(verbs: Any) -> None:
     verb = _verb(
         verbs,
         "import",
-        "make a model folder of a model from Hugging Face, llama.cpp or llm.c",
+        "convert a model from Hugging Face, llama.cpp or llm.c into a model folder",
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
     source = "a folder of transformers, a GGUF file, hub:OWNER/NAME, a .bin of llm.c, or a .pt of 1386.ai"
     verb.add_argument("source", type=_path, metavar="IN", help=source)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
-    verb.add_argument("--tokenizer", type=_path, help="of a .bin or .pt (default: the file next to it)")
+    verb.add_argument("--tokenizer", type=_path, help="tokenizer of a .bin or .pt (default: the file next to it)")
 
 
 def _repository(text: str) -> str:
@@ -374,9 +372,11 @@ def _task_arguments(verb: argparse.ArgumentParser) -> None:
     asked.add_argument("--task", action="append", default=[], metavar="NAME", help=names)
     files = "file of a task, or a folder with files (default: from the hub)"
     asked.add_argument("--data", action="append", type=_path, default=[], metavar="PATH", help=files)
-    asked.add_argument("--offline", action="store_true", help="use the cache, and ask no hub")
-    asked.add_argument("--limit", type=_whole(1, 10**12), help="questions of each task, by --seed (default: all)")
-    shots = "examples before each question (default: the task's)"
+    asked.add_argument("--offline", action="store_true", help="use only files in the cache")
+    asked.add_argument(
+        "--limit", type=_whole(1, 10**12), help="questions of each task, chosen by --seed (default: all)"
+    )
+    shots = "examples before each question (default: set by the task)"
     asked.add_argument("--num-fewshot", type=_whole(0, 1000), help=shots)
     asked.add_argument("--no-bos", action="store_true", help="prompts without the token that opens a document")
     asked.add_argument("--out", type=_path, metavar="FILE", help="write every question's result as a line of JSON")
@@ -386,20 +386,23 @@ def _task_arguments(verb: argparse.ArgumentParser) -> None:
     written.add_argument("--samples", type=_whole(1, 10_000), default=1, help=number)
     hottest = "temperature of answers (default: 0, the likeliest token)"
     written.add_argument("--temperature", type=TEMPERATURES, default=0.0, help=hottest)
-    longest = "longest answer in tokens (default: as the task says)"
+    longest = "longest answer in tokens (default: set by the task)"
     written.add_argument("--max-tokens", type=ANSWER_TOKENS, help=longest)
-    code = "programs that the model writes may run, in a sandbox"
+    code = "run programs that the model writes, in a sandbox"
     written.add_argument("--run-code", action="store_true", help=code)
-    partial = "run them even where the kernel lacks part of the sandbox's isolation"
+    partial = "run them even if the kernel cannot isolate the sandbox fully"
     written.add_argument("--allow-partial-sandbox", action="store_true", help=partial)
 
 
 def _machine_verbs(verbs: Any) -> None:
-    brief = "examine this machine: what fits, what is wrong, how to fix it"
-    verb = _verb(verbs, "doctor", brief, "bloomery doctor", reports=True)
-    verb.add_argument(
-        "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
+    verb = _verb(
+        verbs,
+        "doctor",
+        "check this machine, and print a fix for each problem",
+        "bloomery doctor",
+        reports=True,
     )
+    verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder for runs (default: runs)")
     trials = verb.add_mutually_exclusive_group()
     trials.add_argument("--retry", action="store_true", help="try every kernel again, also those with saved results")
     trials.add_argument("--quick", action="store_true", help="measure no speed, and try no kernel")
@@ -439,7 +442,7 @@ def _main(words: Sequence[str] | None) -> int:
             log.tell(str(short))
             errors.skip_teardown_after_import(error, 2)
             return 2
-        log.tell(f"{traceback.format_exc()}This is a fault of Bloomery's, not yours. The lines above say where.")
+        log.tell(f"{traceback.format_exc()}This is a bug in Bloomery, not your mistake. The lines above say where.")
         return 1
 
 
@@ -716,7 +719,7 @@ def evaluate(options: argparse.Namespace) -> int:
         f"(95 %: {low:.1%} to {high:.1%})"
     )
     if scores["not_asked"]:
-        print(f"{scores['not_asked']} of {len(asked)} did not fit the model's context, and were not asked")
+        print(f"{scores['not_asked']} of {len(asked)} questions did not fit into the model's context and were skipped")
     return 0
 
 

@@ -465,7 +465,7 @@ TROUBLES = {
     "GPU hung": Trouble(
         "strix-halo-tuned",
         "kernel-log: warn",
-        "1 lines of trouble; the last: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
+        "GPU errors: 1; the last: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
         "linux-firmware",
         replies={"--quiet": CommandResult(code=0, out=LOG)},
     ),
@@ -475,7 +475,7 @@ TROUBLES = {
     "older option": Trouble(
         "strix-halo-tuned",
         "gttsize: warn",
-        "amdgpu.gttsize=131072 is out of date",
+        "amdgpu.gttsize=131072 is obsolete",
         "ttm.pages_limit=25165824",
         files={"proc/cmdline": "root=/dev/sda1 amdgpu.gttsize=131072\n"},
     ),
@@ -496,7 +496,7 @@ TROUBLES = {
     "two lists": Trouble(
         "mi300x",
         "visible-devices: warn",
-        "the first of them is taken",
+        "the first variable takes effect",
         "unset CUDA_VISIBLE_DEVICES",
         env={"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"},
     ),
@@ -513,7 +513,7 @@ TROUBLES = {
     "number beyond those that are left": Trouble(
         "mi300x",
         "visible-devices: fail",
-        "names a GPU that is not there: 2 are",
+        "names a missing GPU: 2 are visible",
         "unset HIP_VISIBLE_DEVICES",
         env={"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4"},
     ),
@@ -541,14 +541,14 @@ TROUBLES = {
     "quota": Trouble(
         "no-gpu",
         "cpu-quota: warn",
-        "may use 1 of 2 threads",
+        "allows 1 of 2 threads",
         "export OMP_NUM_THREADS=1",
         files={"sys/fs/cgroup/cpu.max": "100000 100000\n"},
     ),
     "products at a seventh": Trouble(
         "strix-halo-tuned",
         "speed: warn",
-        "15% of the 33.5 TFLOP/s that others reach on it and 82% of 256 GB/s",
+        "15% of the 33.5 TFLOP/s that others measured and 82% of 256 GB/s",
         "power_dpm_force_performance_level",
         replies={"speed": measured("Radeon 8060S Graphics", 5.1e12, 210e9)},
     ),
@@ -601,7 +601,7 @@ TROUBLES = {
     "two torches": Trouble(
         "no-gpu",
         "torch-twice: fail",
-        "two of them lie over each other",
+        "two installations overlap",
         "pip uninstall -y torch",
         packages={"torch": "2.11.0"},
     ),

@@ -100,7 +100,7 @@ def test_switching_the_model_keeps_the_conversation_and_marks_the_switch(stage: 
     stage.answered("bloom heard hello (1 messages)")
     mark = stage.page.locator(".switch")
     stage.page.get_by_label("Model").select_option("slag")
-    expect(mark).to_have_text("from here on slag answers")
+    expect(mark).to_have_text("slag answers from here on")
     stage.page.get_by_label("Model").select_option("bloom")
     expect(mark).to_have_count(0)
     stage.page.get_by_label("Model").select_option("slag")
@@ -184,7 +184,7 @@ def test_shift_enter_makes_a_line_and_the_settings_are_sent(stage: Stage) -> Non
     question.press_sequentially("two")
     question.press("Enter")
     stage.answered("bloom heard one\ntwo")
-    expect(stage.page.locator(".facts").last).to_contain_text("cut at the longest answer")
+    expect(stage.page.locator(".facts").last).to_contain_text("truncated at the longest answer")
     assert stage.bloom.heard[-1][0]["content"] == "one\ntwo"
     assert (stage.bloom.samplings[-1].temperature, stage.bloom.samplings[-1].max_tokens) == (0.3, 3)
 

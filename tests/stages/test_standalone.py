@@ -258,7 +258,7 @@ def test_a_link_to_itself_is_an_input_that_is_not_there(tmp_path: Path, capsys: 
     loop.symlink_to(loop)
     error = tool(capsys, "filter", str(loop), "--out", str(tmp_path / "out"), code=2)["error"]
     assert str(loop) in error
-    assert "fault of Bloomery" not in error
+    assert "bug in Bloomery" not in error
 
 
 def test_what_is_not_there_or_no_setting_is_an_error_with_a_hint(

@@ -57,7 +57,7 @@ def head(
     reused = [plan.stage.name for plan in plans if plan not in due and plan.fresh and not plan.config.is_idle()]
     last = expected(due)
     seconds = last or first_seconds() or 0.0
-    source = "going by the last run" if last else "a rough estimate: nothing of it has run yet"
+    source = "based on the last run" if last else "a rough estimate: nothing of it has run yet"
     log.table(
         [
             ("run", str(root)),
@@ -458,16 +458,16 @@ def again(root: Path) -> str:
 
 CHAT_HELP = """\
 /help              this list
-/system TEXT       how the model shall answer, from the next message on; without TEXT: nothing said of it
-/reset             a new conversation
-/restore           the conversation before the last /reset, which /restore then brings back in turn
-/again             send the message again that got no answer
-/model MODEL       another model continues the conversation
-/temperature T     0 always takes the likeliest token
-/save FILE         append the conversation to a file, as a line of JSON that can be trained on
+/system TEXT       tell the model how to answer from now on; without TEXT: remove it
+/reset             start a new conversation
+/restore           swap this conversation and the one before the last /reset
+/again             send an unanswered message again
+/model MODEL       continue the conversation with another model
+/temperature T     set the temperature; 0 always takes the likeliest token
+/save FILE         append the conversation to a file, as a line of training data
 /exit              end the chat; so does Ctrl-D
-A line that ends with \\ continues in the next one. Lines between two lines of \"\"\" are one message.
-// at the beginning stands for /. Ctrl-C stops an answer, or discards the line."""
+A line that ends with \\ continues on the next line. Lines between two lines of \"\"\" are one message.
+To send a message that begins with /, type //. Ctrl-C stops an answer, or discards the line."""
 BLOCK = '"""'
 
 
@@ -583,7 +583,7 @@ class TerminalChat:
                 raise ConfigError("every message has an answer", where="/again", hint="Type the message again.")
             case "model" if value:
                 self._ask = self._load(Path(value))
-                log.info(f"(from here on {value} answers)", "dim")
+                log.info(f"({value} answers from here on)", "dim")
             case "temperature":
                 self.sampling = replace(self.sampling, **temperature(value))
             case "save" if value:

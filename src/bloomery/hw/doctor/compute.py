@@ -70,7 +70,7 @@ def kernels(facts: MachineFacts) -> Iterator[Finding]:
     again = " (tried before; `bloomery doctor --retry` tries again)" if saved else ""
     order = kernel_trials.attention_order(outcomes) if vendor(facts) in ("amd", "nvidia") else []
     then = f"; attention in this order: {', '.join(order)}" if len(order) > 1 else ""
-    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}{then}{again}")
+    yield Finding(id="choice", status="ok", value=f"runs use {kernel_trials.summary(outcomes)}{then}{again}")
 
 
 def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
@@ -82,7 +82,7 @@ def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[Trial
         return Finding(id=outcome.name, status="ok", value=value, brief=brief)
     if outcome.kernel in kernel_trials.REPLACEABLE or outcome.kernel in kernel_trials.choose(outcomes):
         trial = next(trial for trial in trials(vendor(facts)) if trial.name == outcome.name)
-        hint = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
+        hint = f"{shlex.join(command(facts.host, trial))}   # shows the error; runs use another kernel"
         return Finding(id=outcome.name, status="warn", value=outcome.why, hint=hint)
     hint = f'{reinstall(facts.host)}   # or compute on the CPU: device="cpu"'
     return Finding(id=outcome.name, status="fail", value=outcome.why, hint=hint)
@@ -102,7 +102,7 @@ def _attention_switch(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> I
     if passed and by_user is None:
         value += ", which runs set"
     warn = closed and not passed
-    hint = f"unset {EXPERIMENTAL}   # runs set it themselves, and take what passes" if warn else ""
+    hint = f"unset {EXPERIMENTAL}   # runs set it themselves, and use only what passes" if warn else ""
     yield Finding(id="aotriton", status="warn" if warn else "ok", value=value, hint=hint)
 
 
@@ -124,7 +124,7 @@ def speed(facts: MachineFacts) -> Iterator[Finding]:
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
     metrics = merged(reply)
     if "bytes_per_second" not in metrics:
-        value = f"measuring it {ending(reply)}"
+        value = f"the measurement {ending(reply)}"
         hint = f"{shlex.join(command(facts.host, trial))}   # tells more"
         yield Finding(id="speed", status="warn", value=value, hint=hint)
         return
@@ -160,7 +160,7 @@ def promised(metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
         return []
     shares, peak = [], entry.peak(metrics["dtype"])
     if entry.gemm is not None and metrics["dtype"] == "bfloat16":
-        shares.append((metrics["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others reach on it"))
+        shares.append((metrics["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others measured"))
     elif peak is not None:
         shares.append((metrics["flops"] / peak, f"the spec sheet's {peak / 1e12:.4g} TFLOP/s"))
     if entry.bandwidth is not None:
@@ -181,10 +181,8 @@ def refill(facts: MachineFacts) -> Iterator[Finding]:
         return
     wrong = metrics.get("wrong_1", 0) + metrics.get("wrong_2", 0)
     where = f" at {metrics['trying']}" if "trying" in metrics else ""
-    value = (
-        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{where}"
-    )
-    hint = "ps aux --sort=-rss | head   # what else uses it? Integrated GPU: see the finding gtt"
+    value = f"{wrong} blocks of memory lost their contents" if wrong else f"filling memory {ending(reply)}{where}"
+    hint = "ps aux --sort=-rss | head   # shows what else uses memory. Integrated GPU: see the finding gtt"
     yield Finding(id="refill", status="fail", value=value, hint=hint)
 
 
@@ -196,7 +194,7 @@ def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
     metrics = merged(reply)
     if reply.code == 0 and metrics.get("wrong") == 0 and not any(metrics.get("codes", [1])):
-        value = f"{metrics['ranks']} GPUs add up {metrics['bytes_per_second'] / 1e9:.1f} GB/s each"
+        value = f"{metrics['ranks']} GPUs sum {metrics['bytes_per_second'] / 1e9:.1f} GB/s each"
         yield Finding(id="all-reduce", status="ok", value=value)
         return
     bad = (
@@ -207,4 +205,4 @@ def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
         else f"ranks ended with {metrics.get('codes')}"
     )
     hint = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
-    yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", hint=hint)
+    yield Finding(id="all-reduce", status="fail", value=f"all-reduce between GPUs: {bad}", hint=hint)

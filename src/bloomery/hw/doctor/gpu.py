@@ -42,7 +42,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
         value, hint = "an AMD GPU without its compute driver", "sudo modprobe amdgpu"
         if "nomodeset" in host.boot_options:
             value, hint = (
-                f"{value}: the kernel was started with nomodeset",
+                f"{value}: the kernel started with nomodeset",
                 "sudo sed -i 's/ nomodeset//' /etc/default/grub && sudo update-grub   # then start again",
             )
         elif blocked := _blacklisted(facts):
@@ -84,7 +84,7 @@ def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
         value = f"{spoofed} stands for {named}; the kernel says {', '.join(real) or 'unknown'}"
         status: FindingStatus = "fail" if not real or any(map(WITH_WHEELS.fullmatch, real)) else "warn"
         if real == [named]:
-            value, status = f"{spoofed} stands for {named}, which is the chip that is there: it is not needed", "warn"
+            value, status = f"{spoofed} stands for {named}, the chip of this machine, and is not needed", "warn"
         yield Finding(id="hsa-override", status=status, value=value, hint="unset HSA_OVERRIDE_GFX_VERSION")
     elif real and not in_wsl(facts.host):
         reported = sorted(set(rocminfo_targets(facts.host)))
@@ -108,7 +108,7 @@ def visible(facts: MachineFacts) -> Iterator[Finding]:
         hint, value = f"unset {' '.join(empty)}", f"{shown} hides every GPU"
         yield Finding(id="visible-devices", status="warn", value=value, hint=hint)
     elif facts.amd and hip is not None and cuda is not None and hip != cuda:
-        value = f"{shown}: the first of them is taken, and the other is silently ignored"
+        value = f"{shown}: the first variable takes effect, and the other has none"
         yield Finding(id="visible-devices", status="warn", value=value, hint="unset CUDA_VISIBLE_DEVICES")
     elif wrong := _let_through(facts)[1]:
         value = f"{shown} {'; '.join(wrong.values())}"
@@ -143,9 +143,9 @@ def _listed(value: str, count: int) -> tuple[list[int | str], str]:
         if isinstance(gpu, str) and not gpu.startswith(("GPU-", "MIG-")):
             return selected, f"has {word!r}, which is neither a number nor a name of a GPU"
         if isinstance(gpu, int) and gpu >= count:
-            return selected, f"names a GPU that is not there: {count} are"
+            return selected, f"names a missing GPU: {count} are visible"
         if gpu in selected:
-            return selected, f"names {word} twice, which hides every GPU or those that follow"
+            return selected, f"names {word} twice, which hides every GPU or all later GPUs"
         selected.append(gpu)
     return selected, ""
 
@@ -204,7 +204,7 @@ def gtt(facts: MachineFacts) -> Iterator[Finding]:
         enough = own > ram / 4 or shared > 0.55 * ram
         yield Finding(id="gtt", status="ok" if enough else "warn", value=value, hint="" if enough else hint)
     if size := facts.host.boot_options.get("amdgpu.gttsize"):
-        value = f"amdgpu.gttsize={size} is out of date; ttm.pages_limit sets the limit"
+        value = f"amdgpu.gttsize={size} is obsolete; ttm.pages_limit sets the limit"
         hint = (
             f"sudo sed -i 's/ *amdgpu.gttsize=[0-9]*//' /etc/default/grub && sudo update-grub   # keep or add: {line}"
         )
@@ -251,7 +251,7 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
     reply = facts.host.run(["journalctl", "--dmesg", "--lines=5000", "--no-pager", "--quiet"], 10.0)
     lines = KERNEL_TROUBLE.findall(reply.out)
     if lines:
-        value = f"{len(lines)} lines of trouble; the last: {lines[-1].strip()[-100:]}"
+        value = f"GPU errors: {len(lines)}; the last: {lines[-1].strip()[-100:]}"
         hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then start again"
         if "NVRM" in lines[-1]:
             hint = (
@@ -291,7 +291,7 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
     hint = f'sudo usermod -aG {",".join(group_names)} "$USER"   # then log in again'
     partly = "dev/kfd" in usable and len(usable) > 1
     if absent:
-        hint = "sudo dmesg | grep -i amdgpu   # why these have no node" if partly else "sudo modprobe amdgpu"
+        hint = "sudo dmesg | grep -i amdgpu   # shows why nodes are missing" if partly else "sudo modprobe amdgpu"
     if in_container(host):
         hint = _of_a_pod("amd") if in_pod(host) else CONTAINER_FLAGS
     if partly:

@@ -67,7 +67,7 @@ def quota(facts: MachineFacts) -> Iterator[Finding]:
         return
     share = max(1, math.ceil(int(match[1]) / int(match[2])))
     if share < _threads(facts):
-        value = f"its control group may use {share} of {_threads(facts)} threads"
+        value = f"the control group allows {share} of {_threads(facts)} threads"
         yield Finding(id="cpu-quota", status="warn", value=value, hint=f"export OMP_NUM_THREADS={share}")
 
 
@@ -80,7 +80,7 @@ def memory(facts: MachineFacts) -> Iterator[Finding]:
     if usable is None or whole is None:
         yield Finding(id="memory", status="ok", value="unknown")
         return
-    limit = f" of {whole / GIB:.1f} GiB, by its control group" if usable < whole else ""
+    limit = f" of {whole / GIB:.1f} GiB (limit of the control group)" if usable < whole else ""
     small = usable < SCARCE_MEMORY_BYTES
     hint = "Close other programs, or raise the container's limit (docker run --memory=8g …)." if small else ""
     value = f"{usable / GIB:.1f} GiB{limit}"
@@ -128,10 +128,10 @@ def windows(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(id="wsl", status="ok", value=f"{value}; its GPU comes through /dev/dxg")
     elif facts.host.exists("dev/dxg"):
         hint = "amdgpu-install -y --usecase=wsl,rocm --no-dkms   # AMD; for NVIDIA install the driver in Windows"
-        yield Finding(id="wsl", status="warn", value=f"{value} lends a GPU, but no runtime here sees it", hint=hint)
+        yield Finding(id="wsl", status="warn", value=f"{value} provides a GPU, but no runtime here sees it", hint=hint)
     else:
         hint = "wsl --update   # in Windows, and a current driver of the GPU there"
-        yield Finding(id="wsl", status="warn", value=f"{value} lends no GPU: /dev/dxg is absent", hint=hint)
+        yield Finding(id="wsl", status="warn", value=f"{value} provides no GPU: /dev/dxg is missing", hint=hint)
 
 
 def disk(facts: MachineFacts) -> Iterator[Finding]:
@@ -139,14 +139,14 @@ def disk(facts: MachineFacts) -> Iterator[Finding]:
     folder = next(place for place in (runs, *runs.parents) if place.exists())
     free = facts.host.space(folder).free
     status: FindingStatus = "fail" if free < LEAST_DISK_BYTES else "warn" if free < SCARCE_DISK_BYTES else "ok"
-    hint = "" if status == "ok" else "bloomery run RECIPE --runs DIR   # on another disk, or free some of this one"
+    hint = "" if status == "ok" else "bloomery run RECIPE --runs DIR   # on another disk, or free space on this disk"
     yield Finding(id="disk", status=status, value=f"{free / GIB:.1f} GiB free for {facts.runs}", hint=hint)
     if status == "fail":
         return
     reply = _measure(facts, "disk", str(folder))
     rate = _rate(reply)
     if rate is None and "Error" in reply.err:
-        hint = "bloomery run RECIPE --runs DIR   # in a folder that is yours"
+        hint = "bloomery run RECIPE --runs DIR   # in a folder that you can write to"
         yield Finding(id="disk-speed", status="fail", value=f"writing to {folder} {ending(reply)}", hint=hint)
     if rate is not None:
         slow = rate < SLOW_DISK
@@ -201,9 +201,7 @@ def _triton(facts: MachineFacts) -> Iterator[Finding]:
     usual = facts.packages.get("triton")
     own = next((facts.packages[name] for name in TRITONS if name in facts.packages), None)
     if usual and not _amd_build(usual) and (own or (facts.have and facts.have.built_for == "amd")):
-        value = (
-            f"triton {usual.version} of PyPI lies over {own.name if own else 'the one of AMD'}, and compiles for CUDA"
-        )
+        value = f"triton {usual.version} from PyPI overwrote {own.name if own else 'AMD Triton'}, and compiles for CUDA"
         again = f"{own.name}=={own.version}" if own else "triton-rocm"
         install = [
             facts.host.python,
@@ -241,7 +239,7 @@ def _companions(facts: MachineFacts) -> Iterator[Finding]:
     if have is None or torch is None:
         return
     if torch.version.partition("+")[0] != have.version.partition("+")[0]:
-        value = f"torch is {have.version} by its files and {torch.version} by pip: two of them lie over each other"
+        value = f"torch is {have.version} by its files and {torch.version} by pip: two installations overlap"
         hint = (
             f"{_uninstall(facts, 'torch')} && {shlex.quote(facts.host.python)} -m bloomery.hw.torch_install --install"
         )
@@ -329,9 +327,7 @@ def _sees(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
         return Finding(id="torch", status="fail", value=f"{version} has no kernels for {older}", hint=hint)
     believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
     if maker == "amd" and targets and believed and not believed <= targets:
-        value = (
-            f"{version} takes the GPU for {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
-        )
+        value = f"{version} sees {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
         return Finding(id="torch", status="fail", value=value, hint="unset HSA_OVERRIDE_GFX_VERSION")
     ok = Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
     return _some_without_kernels(facts, seen) or _sees_fewer(facts, seen) or ok
@@ -384,7 +380,7 @@ def _sees_fewer(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding | None:
         return None
     hint = "nvidia-smi" if maker == "nvidia" else "rocminfo; sudo dmesg | grep -i amdgpu"
     value = f"{seen['version']}, sees {seen['gpus']} of {count} GPUs, and no variable hides any"
-    return Finding(id="torch", status="warn", value=value, hint=f"{hint}   # which of them do not answer, and why")
+    return Finding(id="torch", status="warn", value=value, hint=f"{hint}   # shows which GPUs do not answer, and why")
 
 
 def _too_old_for(seen: Mapping[str, Any]) -> str:

@@ -112,7 +112,7 @@ async function receive(got, place, signal) {
     got.text += choice.delta.content;
     show(() => place.text.append(choice.delta.content));
   }
-  throw new Error("The connection ended before the answer did.");
+  throw new Error("The connection ended before the answer was complete.");
 }
 
 function facts(got) {
@@ -121,7 +121,7 @@ function facts(got) {
   const said = [`${got.tokens === null ? "about " : ""}${counted} ${counted === 1 ? "token" : "tokens"}`];
   // The first token also waits for the question to be read, so the pace is that of the others.
   if (counted > 1 && got.began !== null) said.push(`${((counted - 1) / seconds).toPrecision(3)} tokens/s`);
-  if (got.finish === "length") said.push("cut at the longest answer");
+  if (got.finish === "length") said.push("truncated at the longest answer");
   if (got.dropped) said.push(`without the oldest ${got.dropped} messages: they do not fit`);
   if (got.stopped) said.push("stopped");
   return said.join(" · ");
@@ -196,7 +196,7 @@ function begin() {
 function markSwitch() {
   if (conversation.lastElementChild?.classList.contains("switch")) conversation.lastElementChild.remove();
   if (answeredBy === null || answeredBy === picker.value) return;
-  show(() => conversation.append(make("p", "switch", `from here on ${picker.value} answers`)));
+  show(() => conversation.append(make("p", "switch", `${picker.value} answers from here on`)));
 }
 
 function fitQuestion() {
@@ -214,10 +214,10 @@ async function findModels() {
     picker.disabled = names.length === 0;
     if (names.length === 0) {
       picker.append(new Option("no model"));
-      byId("hint").textContent = "No run folder holds a model yet. “bloomery run” makes one; then load this page again.";
+      byId("hint").textContent = "No run folder holds a model yet. Train a model with “bloomery run”, then reload this page.";
     }
   } catch (error) {
-    addTrouble(`The list of models did not come: ${error.message}`, findModels);
+    addTrouble(`The list of models did not load: ${error.message}`, findModels);
   }
   fitQuestion();
 }
