@@ -225,7 +225,7 @@ def test_a_place_where_no_folder_can_be_is_an_error_and_stays_as_it_is(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for out in ("file", "link", "file/below", "link/below"):
-        assert " is no folder\nName another folder." in refused(capsys, verb, tmp_path / "model", tmp_path / out)
+        assert " is not a folder\nChoose another folder." in refused(capsys, verb, tmp_path / "model", tmp_path / out)
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
 

@@ -355,7 +355,7 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda f: (f / CONFIG).write_bytes((f / CONFIG).read_bytes()[:-9]),
         f"{CONFIG}: cannot be read: ",
     ),
-    ("a torn tokenizer", lambda f: (f / "tokenizer.json").write_bytes(b"{"), "is no tokenizer"),
+    ("a torn tokenizer", lambda f: (f / "tokenizer.json").write_bytes(b"{"), "is not a tokenizer"),
 ]
 
 

@@ -80,9 +80,9 @@ def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[Trial
         return Finding(id=outcome.name, status="ok", value=value, brief=brief)
     if outcome.kernel in kernel_trials.REPLACEABLE or outcome.kernel in kernel_trials.choose(outcomes):
         trial = next(trial for trial in trials(vendor(facts)) if trial.name == outcome.name)
-        hint = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
+        hint = f"{shlex.join(command(facts.host, trial))}   # shows details; runs use another kernel"
         return Finding(id=outcome.name, status="warn", value=outcome.why, hint=hint)
-    hint = f'{reinstall(facts.host)}   # or compute on the CPU: device="cpu"'
+    hint = f'{reinstall(facts.host)}   # or use the CPU: device="cpu"'
     return Finding(id=outcome.name, status="fail", value=outcome.why, hint=hint)
 
 
@@ -100,7 +100,7 @@ def _attention_switch(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> I
     if passed and by_user is None:
         value += ", which runs set"
     warn = closed and not passed
-    hint = f"unset {EXPERIMENTAL}   # runs set it themselves, and take what passes" if warn else ""
+    hint = f"unset {EXPERIMENTAL}   # runs set it themselves and use the kernels that pass" if warn else ""
     yield Finding(id="aotriton", status="warn" if warn else "ok", value=value, hint=hint)
 
 
@@ -110,7 +110,7 @@ def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> Iterator
     if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
         return
     value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
-    hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short one"
+    hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short context"
     yield Finding(id="attention", status="warn", value=value, hint=hint)
 
 
@@ -123,7 +123,7 @@ def speed(facts: MachineFacts) -> Iterator[Finding]:
     metrics = merged(reply)
     if "bytes_per_second" not in metrics:
         value = f"measuring it {ending(reply)}"
-        hint = f"{shlex.join(command(facts.host, trial))}   # tells more"
+        hint = f"{shlex.join(command(facts.host, trial))}   # shows details"
         yield Finding(id="speed", status="warn", value=value, hint=hint)
         return
     rate, copied = metrics["flops"] / 1e12, metrics["bytes_per_second"] / 1e9
@@ -182,7 +182,7 @@ def refill(facts: MachineFacts) -> Iterator[Finding]:
     value = (
         f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{where}"
     )
-    hint = "ps aux --sort=-rss | head   # what else uses it? Integrated GPU: see the finding gtt"
+    hint = "ps aux --sort=-rss | head   # which program uses it? Integrated GPU: see the finding gtt"
     yield Finding(id="refill", status="fail", value=value, hint=hint)
 
 
@@ -204,5 +204,5 @@ def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
         if reply.code != 0
         else f"ranks ended with {metrics.get('codes')}"
     )
-    hint = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
-    yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", hint=hint)
+    hint = "export NCCL_P2P_DISABLE=1   # and check the findings iommu and seccomp"
+    yield Finding(id="all-reduce", status="fail", value=f"all-reduce between GPUs: {bad}", hint=hint)

@@ -43,7 +43,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
         if "nomodeset" in host.boot_options:
             value, hint = (
                 f"{value}: the kernel was started with nomodeset",
-                "sudo sed -i 's/ nomodeset//' /etc/default/grub && sudo update-grub   # then start again",
+                "sudo sed -i 's/ nomodeset//' /etc/default/grub && sudo update-grub   # then reboot",
             )
         elif blocked := _blacklisted(facts):
             value, hint = (
@@ -60,7 +60,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
     value = f"amdgpu{f' {version}' if version else ''} in kernel {kernel or 'unknown'}"
     if kernel and numbers(kernel)[:2] < oldest:
         value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs {'.'.join(map(str, oldest))}"
-        hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then start again"
+        hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then reboot"
         yield Finding(id="amd-driver", status="fail", value=value, hint=hint)
         return
     yield Finding(id="amd-driver", status="ok", value=value)
@@ -90,7 +90,7 @@ def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
         reported = sorted(set(rocminfo_targets(facts.host)))
         if reported and not set(reported) <= set(real):
             value = f"rocminfo says {', '.join(reported)}; the kernel says {', '.join(real)}"
-            hint = "sudo apt purge rocminfo hsa-rocr   # the wheel brings a runtime of its own"
+            hint = "sudo apt purge rocminfo hsa-rocr   # the torch wheel has its own runtime"
             yield Finding(id="rocminfo", status="warn", value=value, hint=hint)
 
 
@@ -214,7 +214,7 @@ def gtt(facts: MachineFacts) -> Iterator[Finding]:
 def _boot_with(options: str) -> str:
     """The line that adds options to the kernel's command line, where GRUB starts it."""
     edit = f's/^GRUB_CMDLINE_LINUX="/&{options} /'
-    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub   # then start again"
+    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub   # then reboot"
 
 
 def _card(facts: MachineFacts, gpu: Gpu) -> str:
@@ -252,10 +252,10 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
     lines = KERNEL_TROUBLE.findall(reply.out)
     if lines:
         value = f"{len(lines)} lines of trouble; the last: {lines[-1].strip()[-100:]}"
-        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then start again"
+        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then reboot"
         if "NVRM" in lines[-1]:
             hint = (
-                "sudo ubuntu-drivers install   # a newer driver, then start again; else the card, its power or its slot"
+                "sudo ubuntu-drivers install   # a newer driver, then reboot; else check the card, its power and slot"
             )
         yield Finding(id="kernel-log", status="warn", value=value, hint=hint)
 
@@ -291,7 +291,9 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
     hint = f'sudo usermod -aG {",".join(group_names)} "$USER"   # then log in again'
     partly = "dev/kfd" in usable and len(usable) > 1
     if absent:
-        hint = "sudo dmesg | grep -i amdgpu   # why these have no node" if partly else "sudo modprobe amdgpu"
+        hint = (
+            "sudo dmesg | grep -i amdgpu   # why these GPUs have no device node" if partly else "sudo modprobe amdgpu"
+        )
     if in_container(host):
         hint = _of_a_pod("amd") if in_pod(host) else CONTAINER_FLAGS
     if partly:
@@ -312,7 +314,7 @@ def nvidia_nodes(facts: MachineFacts) -> Iterator[Finding]:
     lend = _of_a_pod("nvidia") if in_pod(host) else "docker run --gpus all …"
     version = re.search(r"(\d+\.\d+(?:\.\d+)?)", host.read("proc/driver/nvidia/version") or "")
     if version is None:
-        hint = lend if inside else "sudo ubuntu-drivers install   # then start again"
+        hint = lend if inside else "sudo ubuntu-drivers install   # then reboot"
         served = maker_to_serve(facts.gpus) == "nvidia"
         value = "an NVIDIA GPU without its driver"
         yield Finding(id="nvidia-driver", status="fail" if served else "warn", value=value, hint=hint)

@@ -92,7 +92,7 @@ def memory_speed(facts: MachineFacts) -> Iterator[Finding]:
     if rate is not None:
         slow = rate < SLOW_MEMORY
         value = f"one thread copies {rate / 1e9:.1f} GB/s"
-        hint = "Close other programs; in a virtual machine, ask its host for pinned memory." if slow else ""
+        hint = "Close other programs; in a virtual machine, enable pinned memory on the host." if slow else ""
         yield Finding(id="memory-speed", status="warn" if slow else "ok", value=value, hint=hint)
 
 
@@ -126,10 +126,10 @@ def windows(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(id="wsl", status="ok", value=f"{value}; its GPU comes through /dev/dxg")
     elif facts.host.exists("dev/dxg"):
         hint = "amdgpu-install -y --usecase=wsl,rocm --no-dkms   # AMD; for NVIDIA install the driver in Windows"
-        yield Finding(id="wsl", status="warn", value=f"{value} lends a GPU, but no runtime here sees it", hint=hint)
+        yield Finding(id="wsl", status="warn", value=f"{value} offers a GPU, but no runtime here sees it", hint=hint)
     else:
-        hint = "wsl --update   # in Windows, and a current driver of the GPU there"
-        yield Finding(id="wsl", status="warn", value=f"{value} lends no GPU: /dev/dxg is absent", hint=hint)
+        hint = "wsl --update   # in Windows; also update the GPU driver there"
+        yield Finding(id="wsl", status="warn", value=f"{value} offers no GPU: /dev/dxg is missing", hint=hint)
 
 
 def disk(facts: MachineFacts) -> Iterator[Finding]:
@@ -137,18 +137,18 @@ def disk(facts: MachineFacts) -> Iterator[Finding]:
     folder = next(place for place in (runs, *runs.parents) if place.exists())
     free = facts.host.space(folder).free
     status: FindingStatus = "fail" if free < LEAST_DISK_BYTES else "warn" if free < SCARCE_DISK_BYTES else "ok"
-    hint = "" if status == "ok" else "bloomery run RECIPE --runs DIR   # on another disk, or free some of this one"
+    hint = "" if status == "ok" else "bloomery run RECIPE --runs DIR   # on another disk, or free some space"
     yield Finding(id="disk", status=status, value=f"{free / GIB:.1f} GiB free for {facts.runs}", hint=hint)
     if status == "fail":
         return
     reply = _measure(facts, "disk", str(folder))
     rate = _rate(reply)
     if rate is None and "Error" in reply.err:
-        hint = "bloomery run RECIPE --runs DIR   # in a folder that is yours"
+        hint = "bloomery run RECIPE --runs DIR   # in a folder that you own"
         yield Finding(id="disk-speed", status="fail", value=f"writing to {folder} {ending(reply)}", hint=hint)
     if rate is not None:
         slow = rate < SLOW_DISK
-        hint = "bloomery run RECIPE --runs DIR   # on a disk of this machine" if slow else ""
+        hint = "bloomery run RECIPE --runs DIR   # on a local disk" if slow else ""
         value = f"{rate / 1e6:,.0f} MB/s written and synced"
         yield Finding(id="disk-speed", status="warn" if slow else "ok", value=value, hint=hint)
 
@@ -343,9 +343,9 @@ def _wanted(facts: MachineFacts) -> set[str]:
 
 def _legacy(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
     value = f"{seen['version']}; no torch{torch_install.BOUNDS} is known to work on {', '.join(sorted(_wanted(facts)))}"
-    hint = "Only another GPU helps. Until then, runs compute on the CPU."
+    hint = "Use another GPU. Until then, runs use the CPU."
     if seen["gpus"]:
-        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then compute on the CPU"
+        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then use the CPU"
     return Finding(id="torch", status="warn", value=value, hint=hint)
 
 
@@ -382,7 +382,7 @@ def _sees_fewer(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding | None:
         return None
     hint = "nvidia-smi" if maker == "nvidia" else "rocminfo; sudo dmesg | grep -i amdgpu"
     value = f"{seen['version']}, sees {seen['gpus']} of {count} GPUs, and no variable hides any"
-    return Finding(id="torch", status="warn", value=value, hint=f"{hint}   # which of them do not answer, and why")
+    return Finding(id="torch", status="warn", value=value, hint=f"{hint}   # which GPUs do not respond, and why")
 
 
 def _too_old_for(seen: Mapping[str, Any]) -> str:
@@ -407,9 +407,7 @@ def _sees_none(facts: MachineFacts, seen: Mapping[str, Any], maker: str) -> Find
     hidden = [f"{name}={value!r}" for name, value in facts.host.env.items() if name.endswith("_VISIBLE_DEVICES")]
     value = f"{version} sees no GPU" + (f" ({', '.join(hidden)})" if hidden else "")
     hint = {"nvidia": "nvidia-smi", "hygon": "source /opt/dtk/env.sh && hy-smi"}.get(maker, "ls -l /dev/kfd /dev/dri")
-    hint = (
-        f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{hint}   # look at the driver"
-    )
+    hint = f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{hint}   # check the driver"
     return Finding(id="torch", status=_gravity(facts), value=value, hint=hint)
 
 
