@@ -159,7 +159,7 @@ def test_a_file_that_is_called_as_another_task_is_never_asked_as_this_one(called
 
 def test_a_folder_with_one_file_of_another_task_is_told_and_not_read_as_a_file(tmp_path: Path) -> None:
     write(tmp_path / "arc_easy_test.jsonl", [{"query": "a", "choices": ["b", "c"], "gold": 1}])
-    told = r"there is no file of copa\nA file of it is called copa\.jsonl .* Here is arc_easy_test\.jsonl\."
+    told = r"there is no file of copa\nAdd a file named copa\.jsonl .* Here is arc_easy_test\.jsonl\."
     with pytest.raises(DataError, match=told):
         tasks.rows("copa", tasks.task_files(["copa"], [tmp_path]))
 

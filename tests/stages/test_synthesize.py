@@ -69,7 +69,7 @@ def test_a_missing_key_is_told_with_its_hint(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     monkeypatch.delenv("ANTHROPIC_API_KEY")
-    with pytest.raises(DataError, match=r"_API_KEY: there is no key(?s:.*)export "):
+    with pytest.raises(DataError, match=r"_API_KEY: there is no API key(?s:.*)export "):
         run(config(server, kind), tmp_path)
 
 
