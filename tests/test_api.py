@@ -145,10 +145,10 @@ def test_what_a_model_cannot_take_is_an_error_with_its_fix(loaded: bloomery.Mode
         loaded.chat("word " * 400)
     with pytest.raises(DataError, match=r"messages\.0\.content: is required"):
         loaded.chat([{"role": "user"}])
-    with pytest.raises(DataError, match=r"logits: there is no token ID 99999\nToken IDs of this model are 0 to"):
+    with pytest.raises(DataError, match=r"logits: there is no token ID 99999\nUse token IDs from 0 to"):
         loaded.logits([0, 99999])
     for ids in ([], [0] * 301):
-        with pytest.raises(DataError, match=r"token IDs, and the model's context is 300\nPass 1 to 300 token IDs"):
+        with pytest.raises(DataError, match=r"token IDs, but the model's context is 300\nPass 1 to 300 token IDs"):
             loaded.logits(ids)
     with pytest.raises(bloomery.CheckpointError, match=r"runs/none: does not exist\nName a run folder"):
         bloomery.load("runs/none")
@@ -185,12 +185,12 @@ def test_run_and_status_are_the_verbs(call: Call, small: dict[str, Any], tmp_pat
     ("recipe", "settings", "more", "message"),
     [
         ("none.toml", None, {}, "no such recipe"),
-        (3, None, {}, r"recipe: 3 is no recipe\nPass the path"),
+        (3, None, {}, r"recipe: 3 is not a recipe\nPass the path"),
         ({"nam": "a"}, None, {}, r"recipe: name: is required\nnam: unknown key\nDid you mean 'name'"),
         ({"name": "a"}, {"make.numbr": 1}, {}, "make.numbr: unknown key\nDid you mean 'number'"),
         ({"name": "a"}, {"make.number": "1"}, {}, "make.number: .*integer"),
-        ({"name": "a"}, ["make.number=1"], {}, r"settings: \['make.number=1'\] is no dict with texts as keys"),
-        ({"name": "a"}, {3: 1}, {}, r"settings: \{3: 1\} is no dict with texts as keys\nWrite "),
+        ({"name": "a"}, ["make.number=1"], {}, r"settings: \['make.number=1'\] is not a dict with strings as keys"),
+        ({"name": "a"}, {3: 1}, {}, r"settings: \{3: 1\} is not a dict with strings as keys\nWrite"),
         ({"name": "a"}, {"": 1}, {}, "unknown key"),
         ({"name": "a"}, None, {"until": "make", "only": "make"}, "exclude each other"),
         ({"name": "a"}, None, {"until": "mke"}, "there is no stage 'mke'"),

@@ -123,7 +123,7 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
         (["chat"], "the following arguments are required: MODEL\n"),
         (["status", "a", "b=c"], "unrecognized arguments: b=c"),
         (["run", "a.toml", "--fast"], "unrecognized arguments: --fast"),
-        (["eval", "a", "--toy-questions", "many"], "argument --toy-questions: 'many' is no whole number"),
+        (["eval", "a", "--toy-questions", "many"], "argument --toy-questions: 'many' is not an integer"),
         (["run", "a.toml", "--until", "a", "--only", "a"], "argument --only: not allowed with argument --until"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
         (["run", "small.toml", "--until", "mkae"], r"no stage 'mkae'\nDid you mean 'make'\? Stages: make, double\.$"),
         (["run", "small.toml", "--runs", "small.toml"], r"small\.toml.*: Not a directory\n.*another folder"),
         (["status", "runs/none"], r"runs/none: does not exist .*\n.*bloomery run RECIPE"),
-        (["status", "."], r"is no run folder \(it has no current\.json\)"),
+        (["status", "."], r"is not a run folder \(it has no current\.json\)"),
         (["clean", "runs/none"], r"runs/none: does not exist"),
         (["chat", "runs/none"], r"runs/none: does not exist\nName a run folder"),
         (["chat", "."], r"holds no model"),
@@ -483,7 +483,7 @@ def test_streams_that_are_full_or_closed_are_no_fault_of_ours_and_end_no_run(
     assert "Exception ignored" not in err
     assert out == ""
     if code == 2 and "2>" not in streams and "> /dev/full" in streams:
-        assert "standard output: cannot be written: No space left on device\nSend it to a disk" in err
+        assert "standard output: cannot be written: No space left on device\nRedirect it to a disk" in err
     if words == "run small.toml":
         assert stages(call) == {"make": "done", "double": "done"}
 

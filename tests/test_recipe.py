@@ -179,12 +179,12 @@ def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_w
     [
         ([], [], "stage pretrain: the recipe has no section [pretrain], which it needs"),
         ([], ["--until", "finetune"], "stage finetune: the recipe has no section [pretrain] and [finetune]"),
-        ([], ["--only", "pretrain"], "or go as far as it reaches: --until shard or --until instruct"),
+        ([], ["--only", "pretrain"], "or stop earlier: --until shard or --until instruct"),
         (
             ["pretrain.steps=1", "pretrain.global_batch_tokens=512"],
             [],
             "stage finetune: the recipe has no section [finetune], which it needs\n"
-            "Write [finetune] into it, or go as far as it reaches: --until pretrain or --until instruct",
+            "Add [finetune] to the recipe, or stop earlier: --until pretrain or --until instruct",
         ),
     ],
 )
@@ -255,9 +255,9 @@ def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_as
         assert ran("runs", "shard.val_fraction=0")[0] == 0
     only = ["run", str(path), "--runs", str(tmp_path / "runs"), "--only", "filter", "filter.min_score=0.1"]
     assert cli.main(only) == 2
-    assert "a limit asks for scores, and 'quality' was not learned: the part" in capsys.readouterr().err
+    assert "a threshold needs scores, but 'quality' was not trained: the part" in capsys.readouterr().err
     code, err = ran("contrary", "classify.required=false", "filter.min_score=0.1")
-    assert (code, "needs classify.required=true" in err) == (2, True)
+    assert (code, "remove classify.required=false" in err) == (2, True)
 
 
 @pytest.mark.parametrize("asked", [None, "classify.seed=0", "classify.required=false", "classify.required=true"])
@@ -397,7 +397,7 @@ def test_more_processes_than_the_machine_has_any_use_for_are_refused_before_anyt
         monkeypatch.setattr(gpu, lambda: False)
     code, _, said = call(verb, *sources(tmp_path), f"{key}={TOO_MANY}")
     assert code == 2
-    assert f"{key}: {TOO_MANY} processes on {cores()} CPU cores: at most {TOO_MANY - 1}" in said
+    assert f"{key}: {TOO_MANY} processes on {cores()} CPU cores; the limit is {TOO_MANY - 1}" in said
     assert not list((tmp_path / "runs").glob("a/0*"))
 
 
@@ -409,7 +409,7 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     code, _, said = call(verb, *sources(tmp_path), "pretrain.num_processes=3")
     assert code == 2
-    assert "pretrain.num_processes: 3 ranks on this machine, but it has 2 GPUs" in said
+    assert "pretrain.num_processes: 3 ranks are set, but this machine has 2 GPUs" in said
     assert not list((tmp_path / "runs").glob("a/0*"))
 
 

@@ -133,10 +133,10 @@ class Model:
         model, size = self._loaded.model, self.tokenizer.vocab_size
         ids = self._loaded.language.text_ids(text) if isinstance(text, str) else [int(id) for id in text]
         if wrong := [id for id in ids if not 0 <= id < size]:
-            hint = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
+            hint = f"Use token IDs from 0 to {size - 1:,}: encode the text with the model's tokenizer."
             raise DataError(f"there is no token ID {wrong[0]}", where="logits", hint=hint)
         if not 1 <= len(ids) <= self.config.context_length:
-            what = f"{len(ids):,} token IDs, and the model's context is {self.config.context_length:,}"
+            what = f"{len(ids):,} token IDs, but the model's context is {self.config.context_length:,}"
             raise DataError(what, where="logits", hint=f"Pass 1 to {self.config.context_length:,} token IDs.")
         with torch.no_grad():
             hidden = model(torch.tensor([ids], device=model.embed.weight.device))
@@ -211,7 +211,7 @@ def run(
 
     launcher.adopt()
     if until is not None and only is not None:
-        raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
+        raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Set only one of them.")
     resolved = _recipe(recipe, settings)
     folder = Path(runs).expanduser() / resolved.name
 
@@ -289,7 +289,7 @@ def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> 
     if isinstance(recipe, Mapping):
         return config.from_tree(Recipe, deepcopy(dict(recipe)), overrides, where="recipe")
     if not isinstance(recipe, str | PathLike):
-        what = f"{shorten(repr(recipe))} is no recipe"
+        what = f"{shorten(repr(recipe))} is not a recipe"
         raise ConfigError(what, where="recipe", hint="Pass the path of a TOML file, or a dict of its sections.")
     return config.load(Recipe, Path(recipe).expanduser(), overrides)
 
@@ -300,8 +300,8 @@ def _overrides(settings: Settings | None) -> list[tuple[str, Any]]:
     if settings is None:
         return []
     if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
-        what = f"{shorten(repr(settings))} is no dict with texts as keys"
-        raise ConfigError(what, where="settings", hint='Write {"pretrain.steps": 100}.')
+        what = f"{shorten(repr(settings))} is not a dict with strings as keys"
+        raise ConfigError(what, where="settings", hint='Write, for example, {"pretrain.steps": 100}.')
     return [*deepcopy(dict(settings)).items()]
 
 
@@ -437,7 +437,7 @@ def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
     fields = (text_field, "domain", "url", "license")
     if hasattr(documents, "schema") and hasattr(documents, "to_pylist"):
         if text_field not in documents.schema.names:
-            hint = f"Name one of its columns with text_field: {', '.join(documents.schema.names)}."
+            hint = f"Set text_field to one of its columns: {', '.join(documents.schema.names)}."
             raise DataError(f"has no column {text_field!r}", where=where, hint=hint)
         entries = documents.select([name for name in documents.schema.names if name in fields]).to_pylist()
     elif isinstance(documents, list | tuple):
@@ -454,12 +454,12 @@ def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
 def _row(document: Any, text_field: str, more: Sequence[str], where: str) -> dict[str, str]:
     if not isinstance(document, Mapping):
         what = f"{shorten(repr(document))} is a {type(document).__name__}"
-        raise DataError(what, where=where, hint="A document is a text, or a dict with a text.")
+        raise DataError(what, where=where, hint="Pass each document as a string, or as a dict with its text.")
     text = document.get(text_field)
     if not isinstance(text, str):
         known = text_field in document
         what = f"its {text_field!r} is {shorten(repr(text))}, not a text" if known else f"has no field {text_field!r}"
-        hint = "Leave the document out, or name the field of the text with text_field."
+        hint = "Remove the document, or set text_field to the field that holds the text."
         raise DataError(what, where=where, hint=hint)
     return {"text": text, **{name: document[name] for name in more if isinstance(document.get(name), str)}}
 

@@ -160,7 +160,7 @@ def one_model_to_start_from(recipe: "Recipe") -> None:
             if other in without and other in recipe.model_fields_set and getattr(recipe, other)
         ]:
             raise ValueError(
-                f"{name}.start_from={str(section.start_from)!r} takes the place of [{sections[0]}]: leave out one"
+                f"{name}.start_from={str(section.start_from)!r} replaces [{sections[0]}]: remove one of them"
             )
 
 
@@ -168,7 +168,9 @@ def text_has_a_source(recipe: "Recipe") -> None:
     if "fetch" in skipped(recipe):
         return
     if recipe.fetch is None and recipe.shard.imported is None:
-        raise ValueError("[fetch] is required: it says where documents come from; or [shard.imported], token files")
+        raise ValueError(
+            "[fetch] is missing: add it to name the sources of documents, or add [shard.imported] to use token files"
+        )
 
 
 def packed_sequences_fit_the_model(recipe: "Recipe") -> None:
@@ -180,8 +182,8 @@ def packed_sequences_fit_the_model(recipe: "Recipe") -> None:
     context, sequence_length = recipe.pretrain.model.context_length, recipe.instruct.sequence_length
     if sequence_length > context + 1 and recipe.finetune.rope_scaling is None:
         raise ValueError(
-            f"a row holds at most the model's context and one token more: with pretrain.model.context_length={context} "
-            f"say instruct.sequence_length={context + 1}, not {sequence_length}"
+            f"packed sequences are at most one token longer than the context: with pretrain.model.context_length="
+            f"{context}, set instruct.sequence_length={context + 1}, not {sequence_length}"
         )
 
 
@@ -192,14 +194,14 @@ def _rows_fit_the_start(recipe: "Recipe") -> None:
     context = shape.context_length
     if shape.position_embedding == "learned":
         raise ValueError(
-            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}. Its positions "
-            f"end there: say at most {context + 1}"
+            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}. It cannot be "
+            f"extended: set at most {context + 1}"
         )
     if shape.position_embedding == "rope" and recipe.finetune.rope_scaling is None:
         factor = -(-(sequence_length - 1) // context)
         raise ValueError(
-            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}: say at most "
-            f'{context + 1}, or stretch it: finetune.rope_scaling={{kind="yarn", factor={factor}, '
+            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}: set at most "
+            f'{context + 1}, or extend it: finetune.rope_scaling={{kind="yarn", factor={factor}, '
             f"original_context_length={context}}}"
         )
 
@@ -216,8 +218,8 @@ def answers_fit_the_model(recipe: "Recipe") -> None:
     for name, tokens in longest.items():
         if tokens >= context:
             raise ValueError(
-                f"{name}={tokens} leaves no room for a question: in the model's context of {context} tokens, say "
-                f"less, such as {context // 2}"
+                f"{name}={tokens} leaves no room for a question in the model's context of {context} tokens: set "
+                f"fewer, such as {context // 2}"
             )
 
 
@@ -236,7 +238,7 @@ def domains_belong_to_a_source(recipe: "Recipe") -> None:
     for key, domains in named.items():
         if missing := [domain for domain in domains if known and domain not in known]:
             raise ValueError(
-                f"{key} names {', '.join(map(repr, missing))}, and no source has documents of it; "
+                f"{key} names {', '.join(map(repr, missing))}, but no source has such documents; "
                 f"domains of fetch.sources: {', '.join(known)}"
             )
 
@@ -247,8 +249,8 @@ def conversations_exist_and_can_be_written(recipe: "Recipe") -> None:
         return
     if not recipe.instruct.sources and not recipe.synthesize.enabled:
         raise ValueError(
-            "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Name sources, or "
-            "leave out [finetune]"
+            "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Add sources, or "
+            "remove [finetune]"
         )
     if recipe.finetune.start_from is not None:
         return  # its tokenizer is not known here
@@ -260,7 +262,7 @@ def conversations_exist_and_can_be_written(recipe: "Recipe") -> None:
     if missing and not isinstance(recipe.tokenizer, Imported):  # which may have had them before
         raise ValueError(
             f"instruct.chat_template={recipe.instruct.chat_template!r} marks turns by {', '.join(missing)}, which a "
-            f"tokenizer with tokenizer.chat_template={recipe.tokenizer.chat_template!r} does not have: leave out "
+            f"tokenizer with tokenizer.chat_template={recipe.tokenizer.chat_template!r} does not have: remove "
             "tokenizer.chat_template"
         )
 
@@ -278,7 +280,7 @@ def adapters_have_their_matrices(recipe: "Recipe") -> None:
 
 def limits_on_scores_have_classifiers(recipe: "Recipe") -> None:
     if not recipe.classify.required and recipe.filter.needs_scores:
-        raise ValueError("[filter] sets limits on scores, which needs classify.required=true, or no word of it")
+        raise ValueError("[filter] sets thresholds on scores: remove classify.required=false")
 
 
 def limits_name_known_classifiers(recipe: "Recipe") -> None:

@@ -202,7 +202,7 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not re.fullmatch(r"-?[0-9]{1,19}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no whole number of {_range(low, high)}")
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is not an integer from {_range(low, high)}")
         return int(text)
 
     return read
@@ -214,8 +214,8 @@ def _number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str]
     def read(text: str) -> float:
         value = float(text) if re.fullmatch(NUMBER, text) else math.nan
         if not (low <= value <= high or (or_zero and value == 0)):
-            what = f"{'0, or ' if or_zero else ''}{_range(low, high)}"
-            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no number of {what}")
+            what = f"{_range(low, high)}{', or 0' if or_zero else ''}"
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is not a number from {what}")
         return value
 
     return read
@@ -227,12 +227,12 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kKMGT]?)(i?)B?", text)
         if not match:
-            what = f"{shorten(text, 40)!r} is no size in bytes, as 256MB or 8GiB, of {_range(low, high)}"
+            what = f"{shorten(text, 40)!r} is not a size in bytes, such as 256MB or 8GiB, from {_range(low, high)}"
             raise argparse.ArgumentTypeError(what)
         number, letter, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter.replace("K", "k") or " "))
         if not low <= size <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no size of {_range(low, high)} bytes")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a size from {_range(low, high)} bytes")
         return size
 
     return read
@@ -240,7 +240,7 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
 
 def _range(low: float, high: float) -> str:
     low_text, high_text = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (low, high))
-    return f"at least {low_text} and at most {high_text}"
+    return f"{low_text} to {high_text}"
 
 
 SEED = _whole(0, MAX_SEED)
@@ -621,7 +621,7 @@ def data(options: argparse.Namespace) -> int:
         tokenizer=getattr(options, "tokenizer", None),
     )
     if not asked.inputs:
-        raise DataError("no file or folder is named", hint=f"bloomery data {options.what} IN… --out DIR")
+        raise DataError("no file or folder is given", hint=f"bloomery data {options.what} IN… --out DIR")
     result = data_tools.run(asked)
     if options.json:
         print(json.dumps(result))
@@ -681,7 +681,7 @@ def serve(options: argparse.Namespace) -> int:
     from bloomery.weights.locate import locate_model
 
     if not options.runs.is_dir() and not options.models:
-        raise RunError("does not exist", where=str(options.runs), hint="Name a model, or a folder of runs: --runs DIR")
+        raise RunError("does not exist", where=str(options.runs), hint="Give a model, or a folder of runs: --runs DIR")
     named = {str(model): locate_model(model) for model in options.models}
     token = (os.environ.get("BLOOMERY_TOKEN") or None) if options.token is None else options.token
     settings = LoadSettings(options.dtype, options.kv_dtype, options.draft_tokens, options.unload_after)
@@ -730,7 +730,7 @@ def export(options: argparse.Namespace) -> int:
 
     path = locate.locate_model(options.model)
     if options.push is not None and options.format not in ("hf", "peft"):
-        raise DataError("uploads folders of --format hf or peft", where="--push", hint="Leave --format out.")
+        raise DataError("uploads folders of --format hf or peft", where="--push", hint="Remove --format.")
     if options.format == "peft":
         written = exports.write_adapters(path, options.out, options.license)
     else:

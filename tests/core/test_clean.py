@@ -259,9 +259,9 @@ def test_a_trash_that_is_a_link_or_a_file_is_refused(root: Path, two: Two, tmp_p
     else:
         (root / run_dir.TRASH).symlink_to(tmp_path / "home")
     before = content(root)
-    with pytest.raises(RunError, match=r"\.trash: is no folder"):
+    with pytest.raises(RunError, match=r"\.trash: is not a folder"):
         remove(root, waste(root))
-    with pytest.raises(RunError, match=r"\.trash: is no folder"):
+    with pytest.raises(RunError, match=r"\.trash: is not a folder"):
         expired(root, now=True)
     assert (tmp_path / "home" / "mine").exists()
     assert content(root) == before

@@ -58,7 +58,7 @@ def test_a_package_that_is_there_is_handed_over() -> None:
 
 def test_a_package_that_is_missing_is_named_with_the_key_and_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resiliparse.extract", None)
-    with pytest.raises(DataError, match=r"^fetch: this needs the package resiliparse: .*\nInstall it: ") as caught:
+    with pytest.raises(DataError, match=r"^fetch: the package resiliparse is needed .*\nInstall it: ") as caught:
         extras.load("resiliparse.extract", where="fetch")
     assert "pip install 'bloomery[web]'" in str(caught.value)
 

@@ -106,7 +106,7 @@ def test_a_file_system_without_inodes_is_not_called_full(tmp_path: Path) -> None
     finally:
         subprocess.run(["umount", tmp_path], check=True)
     assert "its file system has no inodes left for new files, and 1.0 MiB free" in caught.value.what
-    assert "Remove files there" in caught.value.hint
+    assert "Remove files of any size there" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
 def test_what_the_system_does_not_let_us_write_is_named_with_the_hint(tmp_path: Path, number: int) -> None:
-    told = f"{os.strerror(number)}\nGive yourself the right to it"
+    told = f"{os.strerror(number)}\nChange its permissions"
     with pytest.raises(RunError, match=f"{tmp_path}/a: {told}"), core_io.disk_errors(tmp_path / "a"):
         raise OSError(number, "x")
     with pytest.raises(RunError, match=f"/b: {told}"), core_io.disk_errors(tmp_path / "a"):
@@ -173,7 +173,7 @@ def test_what_the_system_does_not_let_us_write_is_named_with_the_hint(tmp_path: 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    with pytest.raises(RunError, match=rf"{tmp_path}/a(/b)?: (File exists|Not a directory)\n.*name another folder"):
+    with pytest.raises(RunError, match=rf"{tmp_path}/a(/b)?: (File exists|Not a directory)\n.*choose another folder"):
         core_io.write_json(tmp_path / "a" / "b" / "c.json", {})
 
 

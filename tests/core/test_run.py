@@ -65,7 +65,7 @@ def test_the_folders_of_the_last_recipe_are_the_current_ones(root: Path) -> None
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "is no run folder (it has no current.json)\nRun folders lie in runs/"),
+        (None, "is not a run folder (it has no current.json)\nRun folders are in runs/"),
         ("{", "current.json: cannot be read: "),
         ("3", "current.json: cannot be read: "),
     ],
@@ -84,7 +84,7 @@ def test_what_does_not_exist_and_what_is_a_file_is_no_run(tmp_path: Path) -> Non
     with pytest.raises(RunError, match="none: does not exist"):
         stage_folders(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="file: is no run folder"):
+    with pytest.raises(RunError, match="file: is not a run folder"):
         stage_folders(tmp_path / "file")
 
 

@@ -108,7 +108,7 @@ def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[
     with pytest.raises(RunError) as caught:
         execute(plans, only="double")
     assert caught.value.where == "double"
-    assert caught.value.what == "its input make is not done (not done)"
+    assert caught.value.what == "its input make is not ready (not done)"
     assert "--until make" in caught.value.hint
     assert not plans[1].folder.exists()
     assert execute(plans, only="make") == {"make": "ran"}
@@ -130,7 +130,7 @@ def test_a_folder_without_a_manifest_is_not_done(plans: list[StagePlan]) -> None
     (plans[0].folder / MANIFEST).unlink()
     assert not plans[0].fresh
     assert damage(plans[0].folder) == "not done"
-    with pytest.raises(RunError, match=r"(?s)has no manifest, so it is not done.*Run its recipe again"):
+    with pytest.raises(RunError, match=r"(?s)has no manifest, so the stage is not complete.*Run the recipe again"):
         read_manifest(plans[0].folder)
     assert execute(plans)["make"] == "ran"
 
@@ -151,7 +151,7 @@ def test_a_stage_whose_output_is_not_as_its_manifest_says_runs_again(
     do(plans[0].folder / "out.txt")
     assert damage(plans[0].folder) == told
     shutil.rmtree(plans[1].folder)
-    with pytest.raises(RunError, match=f"its input make is not done \\({told}\\)"):
+    with pytest.raises(RunError, match=f"its input make is not ready \\({told}\\)"):
         execute(plans, only="double")
     assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
     assert content_hash(plans[0].folder) == before
@@ -197,7 +197,7 @@ def test_a_folder_in_the_place_of_a_manifest_is_damage_too(plans: list[StagePlan
     execute(plans)
     (plans[0].folder / MANIFEST).unlink()
     (plans[0].folder / MANIFEST).mkdir()
-    assert damage(plans[0].folder) == "manifest.json cannot be read: it is no regular file"
+    assert damage(plans[0].folder) == "manifest.json cannot be read: it is not a regular file"
     assert execute(plans)["make"] == "ran"
 
 
@@ -287,7 +287,7 @@ def test_what_was_made_from_an_input_that_was_made_again_with_other_content_runs
         execute(plans, only="make")
     assert damage(plans[1].folder) == "its input make was made again, with other content"
     (plans[3].folder / MANIFEST).unlink()
-    with pytest.raises(RunError, match=r"its input double is not done \(its input make was made again"):
+    with pytest.raises(RunError, match=r"its input double is not ready \(its input make was made again"):
         execute(plans, only="join")
     assert execute(plans) == {"make": "fresh", "double": "ran", "side": "fresh", "join": "ran"}
     assert (plans[3].folder / "out.txt").read_text() == "otherother+side"

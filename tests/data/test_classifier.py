@@ -175,10 +175,10 @@ def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: Learned) -> No
     save(learned, {}, tmp_path)
     whole = (tmp_path / scorer.ARRAYS).read_bytes()
     (tmp_path / scorer.ARRAYS).write_bytes(whole[:100])
-    with pytest.raises(DataError, match="no classifier that can be read"):
+    with pytest.raises(DataError, match="no readable classifier"):
         load(tmp_path)
     (tmp_path / scorer.ARRAYS).write_bytes(safetensors.numpy.save({"weights": np.zeros(3), "bias": np.zeros(1)}))
-    with pytest.raises(DataError, match="its arrays are no weights of"):
+    with pytest.raises(DataError, match="its arrays are not weights of"):
         load(tmp_path)
     (tmp_path / scorer.ARRAYS).write_bytes(whole)
     facts = json.loads((tmp_path / scorer.FACTS).read_text())

@@ -131,15 +131,15 @@ def test_a_torn_part_is_an_error_that_names_it_wherever_it_was_cut(tmp_path: Pat
     data = part.read_bytes()
     for cut in (0, 3, 100, len(data) // 2, len(data) - 1):
         part.write_bytes(data[:cut])
-        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
+        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*The file is damaged"):
             list(documents.read(tmp_path))
-        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
+        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*The file is damaged"):
             documents.count(tmp_path)
 
 
 def test_a_folder_without_documents_is_an_error(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(DataError, match=r"(?s)holds no documents.*Run the stage before again"):
+        with pytest.raises(DataError, match=r"(?s)holds no documents.*Run the previous stage again"):
             list(documents.read(folder))
 
 

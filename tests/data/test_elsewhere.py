@@ -98,7 +98,7 @@ def test_what_is_broken_in_a_file_is_told_with_the_files_own_name_and_its_place_
 
 
 def test_files_and_config_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="leave one of the two"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         books(files=["a"], config="b")
 
 
@@ -158,7 +158,7 @@ def test_an_address_that_is_not_there_is_told_without_its_query(hub: hub_server.
 
 
 def test_mirrors_of_an_address_need_a_hash(hub: hub_server.Hub) -> None:
-    with pytest.raises(ConfigError, match="give sha256"):
+    with pytest.raises(ConfigError, match="set sha256"):
         address(hub, mirrors=["https://example.org/a"])
     with pytest.raises(ConfigError, match="address"):
         build(Address, {"name": "a", "domain": "b", "address": "https://user:password@example.org/a"})

@@ -164,7 +164,7 @@ def test_a_fault_in_a_worker_comes_out_with_its_part_and_on_stderr_with_its_line
 
 
 def test_an_address_needs_a_cluster() -> None:
-    with pytest.raises(ValueError, match="is of a Ray cluster"):
+    with pytest.raises(ValueError, match="is for a Ray cluster"):
         ExecutorConfig(address="auto")
 
 

@@ -43,7 +43,7 @@ def test_short_texts_also_count_with_what_belongs_to_them(row: dict[str, object]
 
 def test_named_fields_are_the_only_ones(tmp_path: Path) -> None:
     assert texts_of({"question": "a", "mine": "b"}, tmp_path, ("mine",)) == ["b", "b"]
-    with pytest.raises(DataError, match=r"some_task.*(?s:.)*There are mine, question"):
+    with pytest.raises(DataError, match=r"some_task.*(?s:.)*one of its fields: mine, question"):
         texts_of({"question": "a", "mine": "b"}, tmp_path, ("other",))
 
 

@@ -66,7 +66,7 @@ def test_texts_that_differ_in_case_and_marks_are_one_group(tmp_path: Path) -> No
     [
         ({"text": "", "label": 1}, r"a\.jsonl:41: its text is empty.*Remove this row"),
         ({"text": " \n", "label": 1}, "its text is empty"),
-        ({"text": None, "label": 1}, "its text is None, which is no text"),
+        ({"text": None, "label": 1}, "its text is None, not text"),
         ({"label": 1}, "has no field 'text'.*text_field; the row has 'label'"),
         ({"text": "x"}, "has no field 'label'.*label_field"),
         ({"text": "x", "label": 2}, "has label 2, which is neither.*positive 1; negative 0"),
@@ -81,7 +81,7 @@ def test_a_broken_row_is_an_error_with_place_and_hint(row: Any, what: str, tmp_p
 
 
 def test_one_class_only_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)has 20 texts, 20 of them positive, by label.*both classes"):
+    with pytest.raises(DataError, match=r"(?s)has 20 texts, 20 of them positive, by label.*missing class"):
         read(written([row for row in ROWS if row["label"]], tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"has 0 texts, 0 of them positive"):
         read(written([], tmp_path / "empty.jsonl"))
@@ -90,7 +90,7 @@ def test_one_class_only_is_an_error_that_says_so(tmp_path: Path) -> None:
 def test_another_kind_of_file_and_a_missing_group_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.csv is neither jsonl nor parquet"):
         read(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"(?s)has no family.*leave group_field out"):
+    with pytest.raises(DataError, match=r"(?s)has no family.*remove group_field"):
         read(written(ROWS, tmp_path / "a.jsonl"), group_field="family")
 
 

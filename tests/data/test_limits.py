@@ -125,10 +125,10 @@ def test_samples_are_the_nearest_the_cut_of_either_side(folder: Path) -> None:
     [
         (
             Threshold(classifier="taste", min_score=0.5),
-            "no classifier is named 'taste'.*There are 'quality', 'toxicity'",
+            "no classifier is named 'taste'.*Use 'quality', 'toxicity'",
         ),
-        (Threshold(classifier="toxicity", min_score=0.5), "high scores of 'toxicity' are of text to drop.*max_score"),
-        (Threshold(classifier="quality", max_score=0.5), "high scores of 'quality' are of text to keep.*min_score"),
+        (Threshold(classifier="toxicity", min_score=0.5), "high scores of 'toxicity' mark text to drop.*max_score"),
+        (Threshold(classifier="quality", max_score=0.5), "high scores of 'quality' mark text to keep.*min_score"),
     ],
 )
 def test_a_limit_that_no_classifier_fits_is_an_error(given: Threshold, what: str, folder: Path) -> None:
@@ -144,10 +144,10 @@ def test_a_folder_without_classifiers_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "what"),
     [
-        ({}, "either min_score or max_score"),
-        ({"min_score": 0.5, "max_score": 0.5}, "either min_score or max_score"),
-        ({"max_score": 0.5, "heuristic_weight": 0.4}, "heuristic_weight goes with min_score"),
-        ("seed", "there are no limits named 'seed'; there are 'seed-1386'"),
+        ({}, "exactly one of min_score and max_score"),
+        ({"min_score": 0.5, "max_score": 0.5}, "exactly one of min_score and max_score"),
+        ({"max_score": 0.5, "heuristic_weight": 0.4}, "use heuristic_weight with min_score"),
+        ("seed", "there is no threshold preset 'seed'; use 'seed-1386'"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(limit: Any, what: str) -> None:

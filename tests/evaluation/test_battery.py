@@ -34,7 +34,7 @@ def test_prompts_are_read_as_literals_and_nothing_is_run(tmp_path: Path) -> None
     assert [bool(item.test) for item in found] == [False, False, True, False, False, False]
     assert found[2].test == "assert one(*()) == 1\n"
     (tmp_path / "eval_prompts.py").write_text("FACTUAL = [__import__('os').system('false')]")
-    with pytest.raises(DataError, match="something else than literals"):
+    with pytest.raises(DataError, match="more than literals"):
         tasks.rows("prompts", TaskFiles((tmp_path,)))
 
 

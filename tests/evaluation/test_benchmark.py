@@ -106,7 +106,7 @@ def test_piqa_is_asked_as_goal_and_solutions_and_who_knows_scores_one(
 
 def test_the_hidden_answers_of_a_test_split_are_refused_and_not_scored_as_wrong(tmp_path: Path) -> None:
     write(tmp_path / "piqa_test.jsonl", [{"goal": "Open a jar", "sol1": "Twist.", "sol2": "Wait.", "label": -1}])
-    with pytest.raises(DataError, match="the right one of 2 choices is -1"):
+    with pytest.raises(DataError, match="the correct choice is -1 of 2"):
         tasks.rows("piqa", TaskFiles((tmp_path,)))
 
 
@@ -158,7 +158,7 @@ def test_every_question_is_a_line_of_the_file(tmp_path: Path) -> None:
 
 def test_examples_of_a_task_that_has_none_are_refused(loaded: Loaded, tmp_path: Path) -> None:
     write(tmp_path / "lambada.jsonl", [{"text": "a b c"}])
-    with pytest.raises(ConfigError, match="lambada has no examples to show, and num_fewshot=2"):
+    with pytest.raises(ConfigError, match="lambada has no few-shot examples, but num_fewshot=2"):
         harness.evaluate(loaded, EvalRequest(tasks=("lambada",), files=TaskFiles((tmp_path,)), num_fewshot=2))
 
 

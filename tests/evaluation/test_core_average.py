@@ -85,7 +85,7 @@ def test_a_folder_without_any_of_the_tasks_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "more.jsonl", rows)
     with pytest.raises(DataError, match="holds none of CORE's 22 tasks"):
         tasks.present(TaskFiles((tmp_path,)))
-    with pytest.raises(DataError, match="no home on the hub"):
+    with pytest.raises(DataError, match="is not on the hub"):
         tasks.present(TaskFiles())
 
 

@@ -84,7 +84,7 @@ def test_who_writes_the_known_solutions_passes_all_and_pass_at_one_is_the_share(
 
 
 def test_programs_do_not_run_unless_that_was_allowed(loaded: Loaded, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"humaneval runs code that the model writes, and nobody has allowed that"):
+    with pytest.raises(ConfigError, match=r"humaneval runs code that the model writes, which is not enabled"):
         harness.evaluate(loaded, EvalRequest(tasks=("humaneval",), files=program_set(tmp_path)))
 
 

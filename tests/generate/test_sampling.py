@@ -314,7 +314,7 @@ def test_a_gpu_chooses_for_all_rows_at_once_what_each_gets_alone(monkeypatch: py
         (((3, math.nan),), "has the bias nan"),
         (((-1, 1.0),), "for token -1"),
         (((3, 1.0), (3, 2.0)), "names token 3 twice"),
-        (tuple((id, 1.0) for id in range(MAX_BIASES + 1)), "has 1,025 tokens, and may have 1,024"),
+        (tuple((id, 1.0) for id in range(MAX_BIASES + 1)), "has 1,025 tokens; the limit is 1,024"),
     ],
 )
 def test_a_bias_that_cannot_be_is_an_error(bias: tuple[tuple[int, float], ...], told: str) -> None:

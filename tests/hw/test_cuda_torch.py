@@ -44,7 +44,7 @@ def test_the_gpu_of_this_rank_is_found_with_its_format_and_its_entry(tmp_path: P
     assert entry is not None
     assert (entry.key, devices.listed_peak(found, 2)) == ("h100", 2 * 989.4e12)
     assert devices.find("cpu").vendor == "cpu"
-    with pytest.raises(HardwareError, match="finds none"):
+    with pytest.raises(HardwareError, match="finds no such device"):
         devices.find("mps")
 
 

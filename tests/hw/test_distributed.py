@@ -40,7 +40,7 @@ def test_a_rank_is_what_the_launcher_says() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9{40}'"),
         ({"WORLD_SIZE": "3"}, "RANK is not set"),
-        ({"WORLD_SIZE": "3", "RANK": "3"}, "RANK='3', where a whole number from 0 to 2"),
+        ({"WORLD_SIZE": "3", "RANK": "3"}, "RANK='3', but must be an integer from 0 to 2"),
         ({"WORLD_SIZE": "3", "RANK": "one"}, "RANK='one'"),
         ({"WORLD_SIZE": "3", "RANK": "-1"}, "RANK='-1'"),
         ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "2"}, "LOCAL_RANK='2'"),

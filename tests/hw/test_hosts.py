@@ -165,12 +165,12 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
     ("text", "message"),
     [
         ("", "has 0 hosts"),
-        ("a\na", ":2: a is there twice\n.*slots=N"),
-        ("a slots=0", ":1: 'a slots=0' is no host"),
-        ("-oProxyCommand=x", ":1: '-oProxyCommand=x' is no host"),
-        ("a; rm -r x", "is no host"),
-        ("a b", "is no host"),
-        ("a slots=1000\nb slots=25", "2 hosts and 1025 ranks; at most 256 and 1024"),
+        ("a\na", ":2: a is listed twice\n.*slots=N"),
+        ("a slots=0", ":1: 'a slots=0' is not a host"),
+        ("-oProxyCommand=x", ":1: '-oProxyCommand=x' is not a host"),
+        ("a; rm -r x", "is not a host"),
+        ("a b", "is not a host"),
+        ("a slots=1000\nb slots=25", "2 hosts and 1025 ranks; the limits are 256 and 1024"),
     ],
 )
 def test_a_file_that_names_no_hosts_is_refused_by_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -180,7 +180,7 @@ def test_what_a_monitor_keeps_does_not_grow_with_its_readings(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (CommandResult(code=None), "nvidia-smi did not answer within 10 s and was ended; it is not asked again"),
+        (CommandResult(code=None), "nvidia-smi did not respond within 10 s and was stopped; it is not asked again"),
         (
             CommandResult(code=9, err="NVIDIA-SMI has failed\n"),
             "nvidia-smi ended with exit code 9: NVIDIA-SMI has failed",
@@ -277,7 +277,7 @@ def test_a_tool_that_sleeps_is_ended_with_all_that_it_started(
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(monitor, "ANSWER_SECONDS", 2.0)
     assert readings(Host(root=machine(tmp_path, NVIDIA).root, run=run_here)) == {}
-    assert said == ["nvidia-smi did not answer within 2 s and was ended; it is not asked again"]
+    assert said == ["nvidia-smi did not respond within 2 s and was stopped; it is not asked again"]
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 

@@ -14,7 +14,7 @@ import torch
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 64}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"hidden_size": 100, "num_heads": 8}, "hidden_size 100 must be a multiple of num_heads 8, or head_dim given"),
+    ({"hidden_size": 100, "num_heads": 8}, "hidden_size 100 must be a multiple of num_heads 8; else set head_dim"),
     ({"hidden_size": 24, "num_heads": 8}, "rotary positions need an even head_dim, not 3"),
     ({"hidden_size": 4, "num_heads": 8}, "hidden_size 4 must be a multiple of num_heads 8"),
     ({"head_dim": 7}, "even head_dim, not 7"),

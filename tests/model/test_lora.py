@@ -76,7 +76,7 @@ def test_targets_are_paths_in_every_block_or_in_one(patterns: tuple[str, ...], c
 def test_a_target_that_names_nothing_is_an_error_that_says_what_there_is() -> None:
     with pytest.raises(DataError) as caught:
         adapted(Lora(target_modules=("attention.q", "W_packed")))
-    assert caught.value.what == "the target 'W_packed' names no matrix of this model"
+    assert caught.value.what == "the target 'W_packed' matches no matrix of this model"
     assert "attention.q, attention.k, attention.v, attention.out, mlp.gate" in caught.value.hint
 
 

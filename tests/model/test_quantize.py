@@ -123,7 +123,7 @@ def test_weights_that_int4_cannot_hold_are_an_error() -> None:
     like = linear(4, 40)
     with torch.no_grad():
         like.weight[2, 7] = -7e4
-    with pytest.raises(ConfigError, match=r"(?s)the largest weight is 7e\+04, and int4 holds up to 65,504.*bfloat16"):
+    with pytest.raises(ConfigError, match=r"(?s)the largest weight is 7e\+04, but int4 holds at most 65,504.*bfloat16"):
         frozen(like, "int4")
 
 

@@ -32,8 +32,8 @@ def test_an_evaluation_file_gives_questions_answers_and_which_is_right(tmp_path:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (by_hand()[:-2], "example 1: says it has"),
-        (by_hand()[:-1], "which is no whole number of uint16"),
+        (by_hand()[:-2], "example 1: says that it has"),
+        (by_hand()[:-1], "which is not a multiple of 2"),
         (by_hand()[:1026], "example 0: the file ends after 0 examples"),
         (by_hand(count=3), "example 2: the file ends after 2 examples"),
         (by_hand(count=1), "has 32 more bytes after its 1 examples"),
@@ -53,5 +53,5 @@ def test_a_damaged_evaluation_file_is_refused_by_name(tmp_path: Path, content: b
 def test_ids_of_another_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "eval.bin"
     file.write_bytes(by_hand())
-    with pytest.raises(DataError, match="example 1: holds the token 21, outside of a vocabulary of 20"):
+    with pytest.raises(DataError, match="example 1: holds the token 21, outside the vocabulary of 20"):
         llmc_choices.read(file, vocab_size=20)

@@ -175,7 +175,7 @@ def test_rows_of_1386_are_samples_as_they_are_and_their_masks_are_kept(tmp_path:
     assert batch.targets[0].tolist() == [IGNORE, 22, DOCUMENT, 24, 25]
     assert batch.targets[2].tolist() == [41, 42, 43, 44, IGNORE]
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1]
-    with pytest.raises(DataError, match="rows have 6 tokens, 9 are wanted"):
+    with pytest.raises(DataError, match="rows have 6 tokens, but 9 are needed"):
         PackedDataset(tmp_path / "out", "train", 8, small().hash)
 
 
@@ -204,20 +204,20 @@ def test_a_meta_yaml_may_have_comments_quotes_and_a_mark_of_its_encoding(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"vocab_size": 48000}, r"vocabulary of 48000, and this tokenizer has \d+ token IDs(.|\n)*'some_1.1.model'"),
-        ({"pack_len": 5, "seq_len": 4}, r"train_0000.bin: holds 12 tokens, which are no rows of 5"),
+        ({"vocab_size": 48000}, r"vocabulary of 48000, but this tokenizer has \d+ token IDs(.|\n)*'some_1.1.model'"),
+        ({"pack_len": 5, "seq_len": 4}, r"train_0000.bin: holds 12 tokens, not a multiple of 5 a row"),
         ({"pack_len": "wide"}, r"meta.yaml: pack_len is 'wide', not a number"),
         ({"pack_len": "--5"}, r"meta.yaml: pack_len is '--5', not a number"),
         ({"dtype": "int16"}, r"meta.yaml: dtype is 'int16', not uint16 or uint32"),
         ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, and this tokenizer has {VOCAB} token IDs"),
-        ({"n_train_sequences": 7}, r"meta.yaml: says n_train_sequences: 7, and there are 4"),
-        ({"n_val_sequences": "many"}, r"meta.yaml: says n_val_sequences: 'many', and there are 1"),
-        ({"n_train_shards": 3}, r"meta.yaml: says n_train_shards: 3, and there are 2"),
-        ({"seq_len": 77}, r"meta.yaml: seq_len is 77 and pack_len 6, which is not one more"),
-        ({"has_loss_mask": None}, r"meta.yaml: says nothing of has_loss_mask, and train_mask_0000.bin exists"),
-        ({"has_loss_mask": "false"}, r"meta.yaml: says false for has_loss_mask, and train_mask_0000.bin exists"),
+        ({"n_train_sequences": 7}, r"meta.yaml: says n_train_sequences: 7, but there are 4"),
+        ({"n_val_sequences": "many"}, r"meta.yaml: says n_val_sequences: 'many', but there are 1"),
+        ({"n_train_shards": 3}, r"meta.yaml: says n_train_shards: 3, but there are 2"),
+        ({"seq_len": 77}, r"meta.yaml: seq_len is 77, but pack_len is 6, not one more"),
+        ({"has_loss_mask": None}, r"meta.yaml: lacks has_loss_mask, but train_mask_0000.bin exists"),
+        ({"has_loss_mask": "false"}, r"meta.yaml: says has_loss_mask: false, but train_mask_0000.bin exists"),
         ({"has_loss_mask": "no"}, r"meta.yaml: has_loss_mask is 'no', not true or false"),
-        ({"tokenizer": None, "what is this": 1}, r"meta.yaml:\d+: 'what is this: 1' is no key and value"),
+        ({"tokenizer": None, "what is this": 1}, r"meta.yaml:\d+: 'what is this: 1' is not a key and a value"),
     ],
 )
 def test_rows_that_are_not_as_their_meta_yaml_says_are_refused(
@@ -254,7 +254,7 @@ def test_the_name_of_the_tokenizer_is_compared_or_it_is_said_that_it_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = rows(tmp_path / "theirs")
-    with pytest.raises(DataError, match=r"made with the tokenizer 'some_1.1.model', and this run has 'other.model'"):
+    with pytest.raises(DataError, match=r"made with the tokenizer 'some_1.1.model', but this run has 'other.model'"):
         shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="other.model")
     shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="some_1.1.model")
     assert "IDs was compared" not in capsys.readouterr().err
@@ -280,7 +280,7 @@ BROKEN: dict[str, tuple[Callable[[Path], bytes | None], str]] = {
     "foreign": (lambda file: b"\x80\x04" + bytes(2000), r"begins with 1152 and 0, which is no token file"),
     "another vocabulary": (
         lambda file: by_hand([DOCUMENT, 7, 50256]),
-        rf"token 2 is 50256, outside of a vocabulary of {VOCAB}",
+        rf"token 2 is 50256, outside the vocabulary of {VOCAB}",
     ),
     "a count that ran over": (lambda file: by_hand(LONG, count=2**31 - 1), r"has 1048 bytes, 2147483647 tokens need"),
     **{
@@ -302,7 +302,7 @@ def test_a_file_that_is_no_shard_of_this_tokenizer_is_refused_by_name(tmp_path: 
 
 
 def test_files_in_which_no_document_ends_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the token 3, which shall stand between documents, is nowhere in train"):
+    with pytest.raises(DataError, match="the token 3, which should separate documents, does not occur in train"):
         shards_importers.adopt(speed_run(tmp_path / "theirs"), tmp_path / "out", small(), document_id=3)
 
 
@@ -311,13 +311,13 @@ def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
         shards_importers.adopt(tmp_path, tmp_path / "out", small())
     with pytest.raises(DataError, match=r"nowhere: there is no such folder"):
         shards_importers.digest(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"is a file, and no folder"):
+    with pytest.raises(DataError, match=r"is a file, not a folder"):
         shards_importers.digest(Path(__file__))
     theirs = folder_of(tmp_path / "a", {"some_train_1.bin": by_hand(LONG)})
     with pytest.raises(DataError, match="holds no file for val"):
         shards_importers.adopt(theirs, tmp_path / "out", small())
     (theirs / "other.bin").write_bytes(by_hand(LONG))
-    with pytest.raises(DataError, match=r"other.bin: is named neither as for training nor as for validation"):
+    with pytest.raises(DataError, match=r"other.bin: has neither train nor val in its name"):
         shards_importers.adopt(theirs, tmp_path / "out", small())
 
 
@@ -326,7 +326,7 @@ def test_a_file_without_tokens_adds_nothing(tmp_path: Path) -> None:
     stats = shards_importers.adopt(folder_of(tmp_path / "theirs", files), tmp_path / "out", small())
     assert (stats["tokens"], stats["documents"]) == (4, 2)
     (tmp_path / "theirs" / "1_train.bin").write_bytes(by_hand([]))
-    with pytest.raises(DataError, match="holds no token for train"):
+    with pytest.raises(DataError, match="holds no tokens for train"):
         shards_importers.adopt(tmp_path / "theirs", tmp_path / "out", small())
 
 

@@ -119,7 +119,7 @@ def end_to_end(documents: list[list[int]]) -> tuple[Any, Any]:
 
 def test_a_token_outside_of_the_vocabulary_is_never_written(tmp_path: Path) -> None:
     for tokens in ([1, 2, 300], [-1]):
-        with pytest.raises(ValueError, match="outside of a vocabulary of 300"):
+        with pytest.raises(ValueError, match="outside the vocabulary of 300"):
             write(tmp_path, tokens, vocab_size=300)
     with pytest.raises(ValueError, match="2 marks of a mask for 3 tokens"):
         write(tmp_path, [1, 2, 3], mask=[1, 1])
@@ -172,8 +172,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another version": (patch("bin", header(1, 7)), r"\.bin: begins with 20240520 and 7, which is no token file"),
     "another count": (patch("bin", header(2, 99)), r"\.bin: has 1224 bytes, 99 tokens need 1222"),
     "a negative count": (patch("bin", header(2, -1)), r"\.bin: has 1224 bytes"),
-    "another count in the index": (patch("json", index(tokens=99)), r"\.bin: holds 100 tokens, its index says 99"),
-    "no index": (remove("json"), r"\.json: the shard has no index.*It was not finished"),
+    "another count in the index": (patch("json", index(tokens=99)), r"\.bin: holds 100 tokens, but its index says 99"),
+    "no index": (remove("json"), r"\.json: the shard has no index.*The shard is incomplete"),
     "a torn index": (patch("json", lambda data: data[:50]), r"\.json: cannot be read: "),
     "an index of something else": (
         patch("json", lambda data: b"[]"),
@@ -241,9 +241,9 @@ def test_a_flipped_bit_is_found_at_once_at_the_edges_and_elsewhere_when_looked_f
         file.write_bytes(whole[:spot] + bytes([whole[spot] ^ 1]) + whole[spot + 1 :])
         if 20 <= spot < len(whole) - 20:
             format.read(path, tokenizer_hash=TOKENIZER)
-            told = "has another sha256 than its index says"
+            told = "has a sha256 that differs from its index"
         else:
-            told = "begins or ends with other bytes than its index says"
+            told = "begins or ends with bytes that differ from its index"
         with pytest.raises(DataError, match=rf"{path}\.{name}: {told}"):
             format.read(path, tokenizer_hash=TOKENIZER, verify=True)
     file.write_bytes(whole)

@@ -340,9 +340,7 @@ def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path:
     write(tmp_path, 0, [0, 7, 8])
     with pytest.raises(DataError, match=r"to train on .* 3 tokens are fewer than one sample of 9\nFetch more"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
-    with pytest.raises(
-        DataError, match=r"there are no shards val-\*\.bin\nNo validation split: set shard\.val_fraction"
-    ):
+    with pytest.raises(DataError, match=r"there are no shards val-\*\.bin\nSet shard\.val_fraction"):
         PackedDataset(tmp_path, "val", 8, TOKENIZER)
     for number in range(2):
         write(tmp_path, number, [0, 7, 8, 9][: 4 - number], split="val")
@@ -354,7 +352,7 @@ def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path:
     with pytest.raises(DataError, match="was made with tokenizer aaaaaaaa, not bbbbbbbb"):
         PackedDataset(tmp_path, "train", 2, "b" * 64)
     write(tmp_path, 0, [0, 7, 8, 9], sequence_length=4)
-    with pytest.raises(DataError, match="rows have 4 tokens, 9 are wanted"):
+    with pytest.raises(DataError, match="rows have 4 tokens, but 9 are needed"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
     assert PackedDataset(tmp_path, "train", 3, TOKENIZER).num_samples == 1
 
@@ -382,7 +380,7 @@ def test_a_split_of_which_a_shard_is_missing_is_refused(tmp_path: Path) -> None:
 def test_shards_of_two_kinds_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 0, [0] * 18)
     write(tmp_path, 1, [0] * 18, sequence_length=9)
-    with pytest.raises(DataError, match=r"train-00001: is made of \['rows', 0, 9\], and train-00000 of \['stream'"):
+    with pytest.raises(DataError, match=r"train-00001: has \['rows', 0, 9\], but train-00000 has \['stream'"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
 
 

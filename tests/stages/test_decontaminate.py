@@ -163,7 +163,7 @@ def test_the_digest_follows_the_content_of_the_tasks(tmp_path: Path) -> None:
 
 
 def test_limits_that_leave_nothing_to_find_are_errors() -> None:
-    with pytest.raises(ConfigError, match="min_question_words=13 is no less than"):
+    with pytest.raises(ConfigError, match="min_question_words=13 must be less than"):
         build(Decontaminate, {"files": ["a.jsonl"], "min_question_words": 13})
     with pytest.raises(ConfigError, match="files"):
         build(Decontaminate, {"files": []})

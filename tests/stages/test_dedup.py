@@ -216,7 +216,7 @@ def test_the_seeds_settings_are_spelt_out_and_find_copies(tmp_path: Path) -> Non
 def test_two_files_of_one_name_are_an_error(tmp_path: Path) -> None:
     found = rows_of({"a": "x"})
     paths = [*parts_of(found, tmp_path / "one", []), *parts_of(found, tmp_path / "two", [])]
-    with pytest.raises(DataError, match="two files of documents have the name 'part-00000'"):
+    with pytest.raises(DataError, match="two document files have the name 'part-00000'"):
         dedup.deduplicate(Dedup(), paths, tmp_path / "out")
 
 

@@ -88,7 +88,7 @@ def test_other_token_files_make_another_stage_folder(tmp_path: Path) -> None:
 
 def test_token_files_of_another_tokenizer_end_the_stage_by_name(tmp_path: Path) -> None:
     recipe = config.load(Recipe, written(tmp_path / "theirs", highest=50_000))
-    with pytest.raises(DataError, match=r"some_train_000001.bin: token \d+ is \d+, outside of a vocabulary of"):
+    with pytest.raises(DataError, match=r"some_train_000001.bin: token \d+ is \d+, outside the vocabulary of"):
         pipeline.execute(pipeline.plan_stages(STAGES, recipe, tmp_path / "run"), until="shard")
 
 
@@ -97,7 +97,7 @@ def test_rows_of_a_tokenizer_of_another_name_end_the_stage(tmp_path: Path) -> No
     (tmp_path / "theirs" / "tokenizer.json").rename(tmp_path / "other.json")
     words = [f"tokenizer.path={tmp_path}/other.json", f"shard.imported.folder={tokens}"]
     plans = pipeline.plan_stages(STAGES, config.load(Recipe, recipe, words), tmp_path / "run")
-    with pytest.raises(DataError, match=r"made with the tokenizer 'some.json', and this run has 'other.json'"):
+    with pytest.raises(DataError, match=r"made with the tokenizer 'some.json', but this run has 'other.json'"):
         pipeline.execute(plans, until="shard")
 
 
@@ -105,7 +105,7 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
     recipe = written(tmp_path / "theirs")
     text = recipe.read_text()
     recipe.write_text(text[: text.index("[shard")] + text[text.index("[pretrain") :])
-    with pytest.raises(ConfigError, match=r"\[fetch\] is required"):
+    with pytest.raises(ConfigError, match=r"\[fetch\] is missing"):
         config.load(Recipe, recipe)
     recipe.write_text(text.replace("[shard.imported]", "[shard]\ntokens = 5\n[shard.imported]"))
     with pytest.raises(ConfigError, match="imported takes token files as they are"):
@@ -240,5 +240,5 @@ def test_a_shard_that_was_damaged_in_its_midst_is_not_trained_on(
     file.write_bytes(damaged)
     with pytest.raises(RunError, match=rf"its input shard is damaged: .*{split}-00000\.bin has another sha256"):
         pipeline.execute(plans, until="pretrain")
-    with pytest.raises(DataError, match=rf"{split}-00000\.bin: has another sha256 than its index says"):
+    with pytest.raises(DataError, match=rf"{split}-00000\.bin: has a sha256 that differs from its index"):
         format.read(plans[1].folder / f"{split}-00000", verify=True)

@@ -71,7 +71,7 @@ BAD: list[tuple[str, str, str]] = [
         "message 1 holds half a surrogate pair at character 1",
     ),
     ('{"messages": [{"role": "user", "content": "a\\u0000"}]}', "binary", "message 1 holds a NUL at character 1: this"),
-    ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "it has no assistant message"),
     (json.dumps({"messages": talk(LONG, "Yes.")}), "too_long", f"its first answer does not end within {ROW} tokens"),
     (json.dumps({"messages": talk("A", LONG)}), "too_long", f"its first answer does not end within {ROW} tokens"),
 ]
@@ -243,14 +243,14 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
     listed = tmp_path / "out" / "rejected.jsonl"
     told = re.escape(f"3 rejected (not_json 2, no_messages 1): {listed} says of each where it stands and why.")
-    with pytest.raises(DataError, match=rf"no conversation is left to train on\n{told}"):
+    with pytest.raises(DataError, match=rf"no conversations are left to train on\n{told}"):
         instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
     assert len(listed.read_text().splitlines()) == 3
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps({"messages": talk("A", "B")}) + "\n")
     with pytest.raises(DataError, match=rf"conversation is left for validation\nRaise instruct\.val_fraction.*{told}"):
         instruct.run(build(Instruct, {**tree, "val_fraction": 1e-9}), inputs, tmp_path / "out")
-    with pytest.raises(DataError, match=r"no conversation is left to train on\nAdd conversations, or lower"):
+    with pytest.raises(DataError, match=r"no conversations are left to train on\nAdd conversations, or lower"):
         instruct.run(build(Instruct, {"sources": [], "val_fraction": 1e-9}), inputs, tmp_path / "out")
     none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):

@@ -210,11 +210,11 @@ def test_pretraining_reads_the_anneal_mix_last(made: tuple[Path, dict[str, Any]]
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ({}, "give either tokens or fraction"),
-        ({"tokens": 5, "fraction": 0.1}, "give either tokens or fraction"),
+        ({}, "set either tokens or fraction"),
+        ({"tokens": 5, "fraction": 0.1}, "set either tokens or fraction"),
         ({"fraction": 1.0}, "at most 0.99"),
         ({"weights": [], "tokens": 5}, "at least 1 item"),
-        ({"weights": [{"domain": "a", "weight": 1}] * 2, "tokens": 5}, "names the domain 'a' twice"),
+        ({"weights": [{"domain": "a", "weight": 1}] * 2, "tokens": 5}, "has the domain 'a' twice"),
     ],
 )
 def test_an_anneal_mix_without_one_size_is_refused(tree: dict[str, Any], told: str) -> None:

@@ -119,7 +119,7 @@ def test_a_key_that_no_header_can_hold_is_told_and_not_shown(
 ) -> None:
     name = "ANTHROPIC_API_KEY" if kind == "anthropic" else "OPENAI_API_KEY"
     monkeypatch.setenv(name, key)
-    with pytest.raises(DataError, match=rf"{name}: its \d+ characters are no key") as told:
+    with pytest.raises(DataError, match=rf"{name}: its \d+ characters are not a valid key") as told:
         run(config(server, kind), tmp_path)
     assert "sk-" not in str(told.value)
     monkeypatch.setenv(name, "sk-1\r\n")  # as a file with other line ends gives it

@@ -135,12 +135,12 @@ def test_a_list_of_questions_that_is_none_is_rejected(server: ModelServer, tmp_p
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"topics": []}, "nothing to ask for"),
-        ({"provider": None}, "provider says who is asked"),
+        ({"topics": []}, "nothing to generate"),
+        ({"provider": None}, "provider is missing"),
         ({"provider": {"kind": "openai", "model": "m", "address": "127.0.0.1/v1"}}, "does not begin with http"),
         ({"provider": {"kind": "openai", "model": "m", "address": "file:///etc/passwd"}}, "does not begin with http"),
         ({"max_dollars": 1.0}, "needs provider.price"),
-        ({"augment": {}}, "take one of the two"),
+        ({"augment": {}}, "set one or the other"),
         ({"categories": [{"name": "a", "prompts": ["What is {that}?"]}]}, "has the slot 'that'"),
         ({"categories": [{"name": "topics", "prompts": ["What?"]}]}, "two categories have the name 'topics'"),
     ],

@@ -222,7 +222,7 @@ def test_the_mix_reaches_the_asked_shares_within_one_document(
 
 def test_a_domain_with_two_weights_is_refused() -> None:
     weights = [{"domain": domain, "weight": 1} for domain in ("web", "code", "web")]
-    with pytest.raises(ConfigError, match=r"weights names the domain 'web' twice; leave one"):
+    with pytest.raises(ConfigError, match=r"weights has the domain 'web' twice; remove one"):
         build(Shard, {"weights": weights})
 
 

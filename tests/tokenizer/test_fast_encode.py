@@ -217,10 +217,10 @@ def unfit() -> list[tuple[Tokenizer, str]]:
     late = {"vocab": vocab, "merges": [*model["merges"], [z, j], [q, z + j], [q, z], [q + z, j]]}
     return [
         (changed({"normalizer": {"type": "NFC"}}), "changes text before"),
-        (changed({"added_tokens": [*small().spec["added_tokens"], the]}), "takes 'the' out of text"),
+        (changed({"added_tokens": [*small().spec["added_tokens"], the]}), "splits 'the' off"),
         (changed({"pre_tokenizer": {"type": "Whitespace"}}), "one pattern"),
         (changed({"pre_tokenizer": spaced}), "one pattern"),
-        (changed({}, {"byte_fallback": True}), "no byte-level BPE"),
+        (changed({}, {"byte_fallback": True}), "not byte-level BPE"),
         (changed({}, never), "do not make 'qzj' from its letters"),
         (changed({}, late), "out of order"),
     ]
@@ -241,8 +241,8 @@ def unfit_pieces() -> list[tuple[Tokenizer, str]]:
     vocab = spec["model"]["vocab"] | {q + z: size, z + j: size + 1, q + z + j: size + 2, f"q{SPACE}": size + 3}
     return [
         (changed({"normalizer": folded}, of=trained), "changes text"),
-        (changed({"pre_tokenizer": {"type": "Whitespace"}}, of=trained), "no SentencePiece BPE"),
-        (changed({"added_tokens": long}, of=trained), "takes '.*' out of text"),
+        (changed({"pre_tokenizer": {"type": "Whitespace"}}, of=trained), "not SentencePiece BPE"),
+        (changed({"added_tokens": long}, of=trained), "splits '.*' off"),
         (changed({"added_tokens": short}, of=trained), "special token 'a' is one character"),
         (
             changed({}, {"vocab": vocab, "merges": [*merges, [q, z], [z, j], [q, z + j]]}, of=trained),
@@ -252,7 +252,7 @@ def unfit_pieces() -> list[tuple[Tokenizer, str]]:
             changed({}, {"vocab": vocab, "merges": [*merges, [z, j], [q, z + j], [q, z], [q + z, j]]}, of=trained),
             "out of order",
         ),
-        (changed({}, {"vocab": vocab, "merges": [*merges, [q, SPACE]]}, of=trained), "reaches over a space"),
+        (changed({}, {"vocab": vocab, "merges": [*merges, [q, SPACE]]}, of=trained), "crosses a space"),
     ]
 
 

@@ -99,8 +99,8 @@ def test_a_token_that_no_merge_makes_is_taken_as_a_word_as_tiktoken_does(tmp_pat
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("YQ== 0\nnonsense\n", r"tiktoken:2: is no token in base64"),
-        ("YQ== 0\n!!! 1\n", r"tiktoken:2: is no token in base64"),
+        ("YQ== 0\nnonsense\n", r"tiktoken:2: is not a base64 token"),
+        ("YQ== 0\n!!! 1\n", r"tiktoken:2: is not a base64 token"),
         ("YQ== zero\n", r"tiktoken:1: is no token"),
         ("YQ== 0\nYg== 1\n", "does not rank 256 bytes"),
     ],
@@ -115,7 +115,7 @@ def test_ranks_need_the_name_of_a_pattern_and_nothing_else_takes_one(tmp_path: P
     with pytest.raises(DataError, match=r"(?s)does not say how text is cut.*tokenizer\.pattern = one of gpt2, llama3"):
         importers.load(ranked(tmp_path))
     small().save(tmp_path)
-    with pytest.raises(DataError, match="has its own way to cut words"):
+    with pytest.raises(DataError, match="has its own rule to split words"):
         importers.load(tmp_path, "gpt2")
 
 
@@ -153,7 +153,7 @@ def test_gpt2_is_encoded_fast_with_its_ids(gpt2: tuple[Tokenizer, tiktoken.Encod
 def test_a_merge_that_the_vocabulary_does_not_know_is_named(tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text(json.dumps({"a": 0, "b": 1}), encoding="utf-8")
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"vocab\.bpe: holds the merge 'a b', which encoder\.json does not know"):
+    with pytest.raises(DataError, match=r"vocab\.bpe: holds the merge 'a b', which is not in encoder\.json"):
         importers.load(tmp_path)
 
 
@@ -266,10 +266,10 @@ def test_what_cannot_be_imported_says_why(place: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{}", "no json", '{"version": "1.0"}', "\x00"])
 def test_a_file_that_is_no_tokenizer_is_an_error(content: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=r"tokenizer\.json: .*(is no tokenizer|cannot be read)"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: .*(is not a tokenizer|cannot be read)"):
         importers.load(tmp_path)
     (tmp_path / "a.model").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="is no SentencePiece model"):
+    with pytest.raises(DataError, match="is not a SentencePiece model"):
         importers.load(tmp_path / "a.model")
 
 
@@ -300,20 +300,20 @@ IDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a float": (lambda spec: spec["model"]["vocab"].update(zzz=1.5), "has the ID 1.5"),
     "null": (lambda spec: spec["model"]["vocab"].update(zzz=None), "has the ID None"),
     "true": (lambda spec: spec["model"]["vocab"].update(zzz=True), "has the ID True"),
-    "one twice": (lambda spec: spec["model"]["vocab"].update(zzz=5), "gives one ID to two tokens"),
+    "one twice": (lambda spec: spec["model"]["vocab"].update(zzz=5), "assigns one ID to two tokens"),
     "added at 2^31": (lambda spec: spec["added_tokens"][0].update(id=2**31), "has the ID 2147483648"),
-    "added twice": (lambda spec: spec["added_tokens"].append(spec["added_tokens"][0]), "gives one ID to two tokens"),
+    "added twice": (lambda spec: spec["added_tokens"].append(spec["added_tokens"][0]), "assigns one ID to two tokens"),
     "added and empty": (lambda spec: spec["added_tokens"][0].update(content=""), "an added token with an empty text"),
     "a list": (lambda spec: spec["model"]["vocab"].update(zzz=[1], zza=None), r"has the ID \[1\]"),
     "a panic while it is read": (
         lambda spec: spec["model"].update(continuing_subword_prefix="\u2581"),
-        "is no tokenizer",
+        "is not a tokenizer",
     ),
     "a panic while it encodes": (
         lambda spec: spec.update(normalizer={"type": "Prepend", "prepend": ""}),
         "has a normalizer Prepend with an empty text",
     ),
-    "added, of numbers": (lambda spec: spec.update(added_tokens=[1]), "is no tokenizer"),
+    "added, of numbers": (lambda spec: spec.update(added_tokens=[1]), "is not a tokenizer"),
 }
 
 
@@ -326,7 +326,7 @@ def test_ids_that_no_tokenizer_has_are_refused_before_the_library_reserves_memor
         with pytest.raises(DataError, match=why) as caught:
             read(tmp_path)
         assert caught.value.where == str(tmp_path / FILE)
-        assert caught.value.hint or "is no tokenizer" in why
+        assert caught.value.hint or "is not a tokenizer" in why
 
 
 def test_a_vocabulary_of_gpt2_with_an_id_of_2_31_is_refused(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_vocabulary_of_gpt2_with_an_id_of_2_31_is_refused(tmp_path: Path) -> N
 def test_a_tokenizer_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[" * 100_000, encoding="utf-8")
     for read in (importers.load, Tokenizer.load):
-        with pytest.raises(DataError, match="is no tokenizer"):
+        with pytest.raises(DataError, match="is not a tokenizer"):
             read(tmp_path)
 
 
@@ -409,15 +409,15 @@ def test_a_tokenizer_that_was_trained_here_comes_back_from_its_file(pattern: Pat
         assert found.encode(text) == whole.encode(text)
         assert not found.special_ids & set(found.encode(text))
     other: PatternName = "gpt2" if pattern != "gpt2" else "qwen2"
-    with pytest.raises(DataError, match=f"cuts words as {pattern}, and not as {other}"):
+    with pytest.raises(DataError, match=f"splits words as {pattern}, not as {other}"):
         importers.load(tmp_path / "t.bin", other)
 
 
 def test_a_special_token_stands_before_or_after_all_others_and_once(tmp_path: Path) -> None:
     document, merges = b"<|endoftext|>", list(ranks())
     for tokens, end, told in (
-        ([*merges[:300], document, *merges[300:]], 300, "has b'<|endoftext|>' as token 300, where a text ends"),
-        ([b"<|end|>", *merges, document], 0, "has b'<|end|>' as token 0, where a text ends"),
+        ([*merges[:300], document, *merges[300:]], 300, "has b'<|endoftext|>' as token 300, the end of text"),
+        ([b"<|end|>", *merges, document], 0, "has b'<|end|>' as token 0, the end of text"),
         ([document, *merges, document], 0, "holds one token twice"),
     ):
         (tmp_path / "t.bin").write_bytes(by_hand(tokens, end))
@@ -448,8 +448,8 @@ def test_gpt2_comes_back_the_same_from_a_file_of_llm_c(tmp_path: Path) -> None:
         (b"short", "has 5 bytes, less than a header"),
         (by_hand([b"a", b"b"], 1)[:-1], "its 2 tokens do not fill its 1027 bytes"),
         (by_hand([b"a", b"b"], 1) + b"\1", "its 2 tokens do not fill"),
-        (by_hand([b"a", b"b"], 2), "says that 2 of its 2 tokens ends a text"),
-        (struct.pack("<256i", 20240326, 3, *[0] * 254), "begins with 20240326 and 3, which is no tokenizer"),
+        (by_hand([b"a", b"b"], 2), "names token 2 as the end of text, but has 2 tokens"),
+        (struct.pack("<256i", 20240326, 3, *[0] * 254), "begins with 20240326 and 3, which is not an llm.c tokenizer"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, told: str) -> None:
@@ -459,5 +459,5 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, told:
 
 
 def test_how_words_are_cut_has_to_be_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not say how text is cut into words"):
+    with pytest.raises(DataError, match="does not define how text is split into words"):
         importers.load(small_file(tmp_path))

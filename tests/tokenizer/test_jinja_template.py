@@ -361,7 +361,7 @@ def test_what_a_template_refuses_is_the_trouble_of_a_conversation() -> None:
 
 def test_a_prompt_over_the_context_is_an_error_before_it_is_encoded() -> None:
     ours = pair("llama31").ours
-    with pytest.raises(DataError, match=r"at least .* tokens, and the model has a context of 50"):
+    with pytest.raises(DataError, match=r"at least .* tokens, but the model's context is 50"):
         ours.prompt([{"role": "user", "content": "word " * 100_000}], max_tokens=50)
 
 

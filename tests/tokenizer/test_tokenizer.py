@@ -181,10 +181,10 @@ def test_a_torn_file_is_refused_wherever_it_was_cut(saved: Path, tmp_path: Path)
     data = (saved / FILE).read_bytes()
     for cut in range(0, len(data) - 2, len(data) // 20):
         (tmp_path / FILE).write_bytes(data[:cut])
-        with pytest.raises(DataError, match=r"(?s)tokenizer\.json: is no tokenizer.*Run its stage again"):
+        with pytest.raises(DataError, match=r"(?s)tokenizer\.json: is not a tokenizer.*Run its stage again"):
             Tokenizer.load(tmp_path)
     (tmp_path / FILE).write_bytes(b"\xff" + data)
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         Tokenizer.load(tmp_path)
 
 
@@ -376,7 +376,7 @@ def test_a_text_that_may_become_too_long_is_refused_before_it_is_encoded(monkeyp
     made = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
     monkeypatch.setattr(tokenizer, "MAX_NORMALIZED_BYTES", 2200)
     assert made.encode_within("ab " * 33, 1000) == made.encode("ab " * 33)
-    with pytest.raises(DataError, match=r"the text has 102 bytes, and the tokenizer may make 22 times as many of it"):
+    with pytest.raises(DataError, match=r"the text has 102 bytes, which the tokenizer may expand 22 times"):
         made.encode_within("ab " * 34, 1000)
 
 
@@ -394,6 +394,6 @@ def test_a_text_that_the_regular_expressions_of_a_tokenizer_give_up_on_is_an_err
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [slow, last]}
     made, text = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec))), "a" * 60 + "!"
     for encode in (made.encode, lambda text: made.encode_batch([text]), lambda text: made.encode_within(text, 100)):
-        with pytest.raises(DataError, match=r"its library gave up on a text: .*retry-limit"):
+        with pytest.raises(DataError, match=r"the tokenizer library failed on a text: .*retry-limit"):
             encode(text)
     assert made.encode("a b")

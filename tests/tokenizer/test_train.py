@@ -181,7 +181,7 @@ def test_the_saved_file_gives_the_same_ids_in_transformers(tmp_path: Path) -> No
     ],
 )
 def test_what_would_get_other_ids_is_refused_with_the_reason(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(DataError, match=f"here: cannot be read with the same token IDs: .*{why}"):
+    with pytest.raises(DataError, match=f"here: cannot be imported with the same token IDs: .*{why}"):
         importers.read_sentencepiece(theirs(**settings), "here")
 
 
@@ -196,7 +196,7 @@ def test_a_foreign_model_that_squeezes_spaces_gives_the_ids_of_sentencepiece(tex
 
 @pytest.mark.parametrize("data", [b"", b"no model", b"\x0a\xff\xff\xff\xff\x7f", b"\x0a", bytes(100), b"{}"])
 def test_what_is_no_model_is_an_error(data: bytes) -> None:
-    with pytest.raises(DataError, match="is no SentencePiece model"):
+    with pytest.raises(DataError, match="is not a SentencePiece model"):
         importers.read_sentencepiece(data, "here")
 
 
@@ -220,7 +220,7 @@ def test_a_torn_model_is_an_error_or_a_model(cut: int, rng: random.Random) -> No
     ],
 )
 def test_fields_of_another_type_are_no_model(data: bytes) -> None:
-    with pytest.raises(DataError, match="is no SentencePiece model"):
+    with pytest.raises(DataError, match="is not a SentencePiece model"):
         importers.read_sentencepiece(data, "a.model")
 
 
@@ -240,7 +240,7 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.Mo
 
 def test_a_vocabulary_that_cannot_be_made_is_an_error() -> None:
     symbols = tuple(f"<{n}>" for n in range(200))
-    with pytest.raises(DataError, match="sentencepiece could not learn"):
+    with pytest.raises(DataError, match="SentencePiece could not train"):
         train.train_sentencepiece(texts(), SentencePiece(vocab_size=464, symbols=symbols))
     with pytest.raises(ValueError, match="vocab_size must be at least 463, got 300"):
         SentencePiece(vocab_size=300, symbols=symbols)

@@ -322,7 +322,7 @@ def test_whatever_part_of_a_save_fails_on_one_rank_all_ranks_are_told_why(tmp_pa
             own, other = (mine, theirs) if rank == 0 else (theirs, mine)
             assert own[number - 1] == "ZeroDivisionError odd"
             assert other[number - 1].startswith(
-                "RankLostError another rank had to stop: ZeroDivisionError: odd\nRead its"
+                "RankLostError another rank had to stop: ZeroDivisionError: odd\nRead the"
             )
         else:
             assert mine[number - 1] == theirs[number - 1], (owner, name)

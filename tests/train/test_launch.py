@@ -97,7 +97,7 @@ def test_a_frozen_rank_is_named_with_its_collective_and_the_job_ends(
     monkeypatch.setenv("BLOOMERY_RANK_SECONDS", "10")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     told = r"rank 0, in sum: rank 1 \(.*, process \d+, (?:after collective|within start) \d+\) "
-    told += r"gave no sign of life for 10 s\n.*resumes"
+    told += r"did not respond for 10 s\n.*resumes"
     with pytest.raises(RunError, match=told):
         launch.run("tests.train.test_launch:act", {"do": "freeze", "folder": str(tmp_path)}, ranks=2)
     assert len(list(tmp_path.glob("*.pid"))) == 2

@@ -238,7 +238,7 @@ NONE: dict[str, tuple[dict[str, Any], str]] = {
     "two windows": ({"sliding_window": [4, 8]}, r"sliding_window=\[4, 8\] is nothing that LlamaForCausalLM has"),
 }
 ODD = {"head_dim": 8, "hidden_size": 30, "biases": "all"}
-NONE["odd width with biases"] = (ODD, "hidden_size=30 is no multiple of num_heads=4, as LlamaForCausalLM needs it")
+NONE["odd width with biases"] = (ODD, "hidden_size=30 is not a multiple of num_heads=4, as in LlamaForCausalLM")
 EVEN = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=40)
 
 
@@ -285,12 +285,12 @@ def changed(file: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; known are LlamaForCausalLM"),
-        ({"architectures": None, "model_type": "phi3"}, "architectures is None, and it must name one of LlamaForCausa"),
+        ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; supported: LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "phi3"}, "architectures is None; it must be one of LlamaForCausa"),
         ({"architectures": []}, r"architectures is \[\], and .* as in \['LlamaForCausalLM'\]"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM, and it must name one of"),
-        ({"architectures": [7]}, r"architectures is \[7\], and it must name one of"),
-        ({"model_type": "gpt2"}, "architectures names LlamaForCausalLM, and model_type is gpt2, not 'llama'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM; it must be one of"),
+        ({"architectures": [7]}, r"architectures is \[7\]; it must be one of"),
+        ({"model_type": "gpt2"}, "architectures is LlamaForCausalLM, but model_type is gpt2, not 'llama'"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; num_heads: "),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; norm_eps: "),
         ({"max_position_embeddings": "x" * 5000}, "max_position_embeddings is x{100}…; context_length: "),
@@ -299,21 +299,21 @@ def changed(file: Path, **changes: Any) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu, gelu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
-        ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5 changes what a LlamaForCausalLM computes"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5 changes what LlamaForCausalLM computes"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 changes what"),
-        ({"mup_scale": 2.0}, "mup_scale = 2.0 is not known of a LlamaForCausalLM; remove the field"),
-        ({"mlp_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"mup_scale": 2.0}, "mup_scale = 2.0 is not known for LlamaForCausalLM; remove the field"),
+        ({"mlp_bias": True}, "attention_bias and mlp_bias must be equal"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"vocab_size": -1}, "not known here: vocab_size is -1, and no number of ids"),
-        ({"vocab_size": 2**31}, "not known here: vocab_size is 2147483648, and no number of ids from 1 to 4,194,304"),
+        ({"vocab_size": 2**31}, "not supported: vocab_size is 2147483648, not a number from 1 to 4,194,304"),
         ({"max_position_embeddings": 10**15}, "context_length: must be at most 16,777,216"),
         ({"rms_norm_eps": 1e308}, "norm_eps: must be at most 0.1"),
         ({"rope_theta": 1e308}, r"rope_theta: must be at most 1e\+15"),
         ({"rope_theta": 0}, r"rope_theta: must be at least 0\.1"),
         ({"rope_parameters": {"rope_theta": 0.0}}, r"rope_theta: must be at least 0\.1"),
-        ({"eos_token_id": 10**9}, r"eos_token_id is 1000000000, and the last of its ids is [0-9,]+"),
-        ({"bos_token_id": [1, 10**9]}, r"bos_token_id is 1000000000, and the last of its ids is"),
-        ({"vocab_size": 300}, r"the tokenizer has \d+ ids, and the model 300"),
+        ({"eos_token_id": 10**9}, r"eos_token_id is 1000000000, but the last token ID is [0-9,]+"),
+        ({"bos_token_id": [1, 10**9]}, r"bos_token_id is 1000000000, but the last token ID is"),
+        ({"vocab_size": 300}, r"the tokenizer has \d+ token IDs, but the model has 300"),
     ],
 )
 def test_a_model_that_ours_cannot_be_is_refused_with_the_reason(
@@ -360,9 +360,12 @@ def test_weights_saved_under_another_name_by_an_earlier_version_are_gone_on_from
 UP, HEAD, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
 BIAS, BEYOND = "model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight"
 STRANGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
-    "int8": (lambda w: {UP: w[UP].to(torch.int8)}, f"{UP} is kept as I8, and float32, bfloat16, float16 are read"),
-    "fp8": (lambda w: {UP: w[UP].to(torch.float8_e4m3fn)}, f"{UP} is kept as F8_E4M3"),
-    "float64": (lambda w: {UP: w[UP].double()}, f"{UP} is kept as F64"),
+    "int8": (
+        lambda w: {UP: w[UP].to(torch.int8)},
+        f"{UP} is stored as I8; only float32, bfloat16, float16 can be read",
+    ),
+    "fp8": (lambda w: {UP: w[UP].to(torch.float8_e4m3fn)}, f"{UP} is stored as F8_E4M3"),
+    "float64": (lambda w: {UP: w[UP].double()}, f"{UP} is stored as F64"),
     "scales": (lambda w: {UP + "_scale_inv": torch.ones(1, 1)}, f"does not have: {UP}_scale_inv"),
     "a bias": (lambda w: {BIAS: torch.ones(32)}, f"a LlamaForCausalLM of this config.json does not have: {BIAS}"),
     "a layer more": (lambda w: {BEYOND: w[UP].clone()}, f"does not have: {BEYOND}"),

@@ -271,9 +271,7 @@ def test_training_state_of_a_weight_that_is_not_there_is_an_error(tmp_path: Path
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
     for step in (1, 2):
         (write(tmp_path, step) / "state.json").unlink()
-    told = (
-        rf"{tmp_path}: no checkpoint is whole, of 2 that are there; 000000002: state.json is gone\n.*remove {tmp_path}"
-    )
+    told = rf"{tmp_path}: none of 2 checkpoints is valid; 000000002: state.json is gone\n.*remove {tmp_path}"
     with pytest.raises(CheckpointError, match=told):
         newest(tmp_path)
     assert names(tmp_path) == ["000000001", "000000002"]
@@ -298,7 +296,7 @@ def test_damaged_ones_stay_until_a_new_one_is_whole(tmp_path: Path) -> None:
 def test_what_is_no_folder_and_in_the_way_is_named(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     write(tmp_path, 6)
     make(tmp_path / "000000007")
-    with pytest.raises(RunError, match=r"000000007: is no folder, and .*\nMove it away"):
+    with pytest.raises(RunError, match=r"000000007: is not a folder, but .*\nMove it away"):
         write(tmp_path, 7)
     assert newest_step(tmp_path) == 6
 

@@ -97,7 +97,7 @@ def test_weights_that_stay_in_their_files_are_exported_as_those_of_a_loaded_mode
     tmp_path: Path, case: str, form: Any, dtype: Any
 ) -> None:
     if (form == "llmc") != (case == "fused") and form != "hf":
-        pytest.skip("llm.c has GPT-2 alone, and here only that")
+        pytest.skip("llm.c has only GPT-2, and here only that")
     shape = llmc.shape(32, 2, 4, 40) if case == "fused" else SHAPES[0]
     saved(tmp_path / "model", shape, **({"norm_affine": False} if case == "without weights of norms" else {}))
     source = tmp_path / "model"
@@ -121,9 +121,7 @@ def test_what_no_other_program_has_is_not_exported(tmp_path: Path, capsys: pytes
     saved(tmp_path / "model", SHAPES[0], position_embedding="none")
     said = refused(capsys, "export", tmp_path / "model", tmp_path / "out")
     assert "transformers has no such model: position_embedding='none' is nothing that LlamaForCausalLM has" in said
-    assert "llm.c has GPT-2 alone" in refused(
-        capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc"
-    )
+    assert "llm.c has only GPT-2" in refused(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc")
     assert not (tmp_path / "out").exists()
 
 
@@ -163,7 +161,7 @@ def test_a_model_of_llm_c_has_as_many_ids_as_its_tokenizer_but_for_padding(
     for rows in (ids + 1, ids + 300):
         llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, rows))
         said = refused(capsys, *words, tmp_path / "out")
-        assert f"model.bin: has {rows:,} ids, and the tokenizer {tmp_path / 'tokenizer.json'} has {ids}" in said
+        assert f"model.bin: has {rows:,} token IDs, but the tokenizer {tmp_path / 'tokenizer.json'} has {ids}" in said
     for rows in (ids, -(-ids // 64) * 64):
         llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, rows))
         told(capsys, *words, tmp_path / f"{rows}")
@@ -225,7 +223,7 @@ def test_a_place_where_no_folder_can_be_is_an_error_and_stays_as_it_is(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for out in ("file", "link", "file/below", "link/below"):
-        assert " is no folder\nName another folder." in refused(capsys, verb, tmp_path / "model", tmp_path / out)
+        assert " is not a folder\nChoose another folder." in refused(capsys, verb, tmp_path / "model", tmp_path / out)
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
 
@@ -299,7 +297,7 @@ def test_a_license_that_is_stated_goes_before_that_of_the_base_into_every_format
     assert ModelCard.load(tmp_path / "last" / "README.md").data.license == "mit"
     told(capsys, "export", tmp_path / "plain", tmp_path / "unknown")
     assert "| license | not known: state it with --license" in (tmp_path / "unknown" / "README.md").read_text()
-    assert "is no identifier of a license" in refused(capsys, "export", folder, tmp_path / "x", "--license", "a: b")
+    assert "is not a license identifier" in refused(capsys, "export", folder, tmp_path / "x", "--license", "a: b")
 
 
 def test_weights_are_written_in_several_files_with_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +334,7 @@ def test_a_gguf_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert gguf.read(tmp_path / "a.gguf").roles["eos_token"] == "<|endoftext|>"
     assert "exists" in refused(capsys, *words)
     assert "ends with .gguf" in refused(capsys, *words[:2], tmp_path / "a", *words[3:])
-    assert "of GGUF alone" in refused(capsys, "export", tmp_path / "model", tmp_path / "b", "--dtype", "q8_0")
+    assert "of GGUF only" in refused(capsys, "export", tmp_path / "model", tmp_path / "b", "--dtype", "q8_0")
     assert "is not hub:OWNER/NAME" in _usage(capsys, *words, "--push", "somewhere")
 
 

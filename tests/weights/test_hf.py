@@ -225,7 +225,7 @@ def test_weights_are_not_used_with_another_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         hf.load(tmp_path)
     assert caught.value.what == (
-        f"the model was trained with the tokenizer {small().hash[:8]}, and this one is {other.hash[:8]}"
+        f"the model was trained with the tokenizer {small().hash[:8]}, but this one is {other.hash[:8]}"
     )
     assert caught.value.where == str(tmp_path)
     assert "Use the tokenizer that lies next to the weights" in caught.value.hint
@@ -279,7 +279,7 @@ def test_weights_that_were_made_from_something_else_are_not_gone_on_with(tmp_pat
     lineage = Lineage(**{**asdict(LINEAGE_OF_CHAT), field: "7" * 64})
     with pytest.raises(CheckpointError) as caught:
         hf.fill(model, tmp_path / "000000003", lineage)
-    assert caught.value.what == f"was made with {field} {made}, and this one is 77777777"
+    assert caught.value.what == f"was made with {field} {made}, but this one is 77777777"
     assert caught.value.hint == f"To train from the start, remove {tmp_path}."
     assert torch.equal(model.state_dict()["norm.weight"], before)
 
@@ -355,7 +355,7 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda f: (f / CONFIG).write_bytes((f / CONFIG).read_bytes()[:-9]),
         f"{CONFIG}: cannot be read: ",
     ),
-    ("a torn tokenizer", lambda f: (f / "tokenizer.json").write_bytes(b"{"), "is no tokenizer"),
+    ("a torn tokenizer", lambda f: (f / "tokenizer.json").write_bytes(b"{"), "is not a tokenizer"),
 ]
 
 

@@ -118,5 +118,5 @@ def test_a_hub_that_has_no_such_model_or_is_not_there_is_an_error_without_a_trac
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="the hub did not answer"):
         locate.locate_model(NAME)
-    with pytest.raises(CheckpointError, match="names no model of a hub"):
+    with pytest.raises(CheckpointError, match="is not a model name of a hub"):
         locate.parsed("hub:alone")

@@ -171,7 +171,7 @@ LISTS: dict[str, bytes] = {
 @pytest.mark.parametrize("text", LISTS.values(), ids=LISTS)
 def test_what_is_no_list_of_hashes_is_refused(folder: Path, text: bytes) -> None:
     (folder / SUMS).write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"is no list of sha256 and names|at most 1,048,576 are read"):
+    with pytest.raises(CheckpointError, match=r"is not a list of sha256 and names|the limit is 1,048,576"):
         verify(folder)
 
 

@@ -121,21 +121,21 @@ def test_models_of_any_size_come_back(
 
 
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "torn": (lambda data: data[:-1], r"has \d+ bytes, its header needs \d+"),
+    "torn": (lambda data: data[:-1], r"has \d+ bytes, but its header needs \d+"),
     "without a header": (lambda data: data[:99], "has 99 bytes, less than a header"),
     "a tokenizer": (lambda data: header(20240328, 2) + data[1024:], "begins with 20240328 and 2"),
     "of another version": (lambda data: header(20240326, 4) + data[1024:], "begins with 20240326 and 4"),
     "without a width": (
         lambda data: header(20240326, 3, 9, 9, 1, 1, 0, 128) + data[1024:],
-        "its header names no model",
+        "its header describes no model",
     ),
     "of billions of layers": (
         lambda data: header(20240326, 3, CONTEXT, VOCAB, 2**31 - 1, HEADS, WIDTH, PADDED) + data[1024:],
-        r"has \d+ bytes, its header needs \d+",
+        r"has \d+ bytes, but its header needs \d+",
     ),
     "of a width of billions": (
         lambda data: header(20240326, 3, CONTEXT, VOCAB, LAYERS, 1, 2**31 - 1, PADDED) + data[1024:],
-        r"its header names no model: hidden_size: must be at most 1,048,576",
+        r"its header describes no model: hidden_size: must be at most 1,048,576",
     ),
 }
 

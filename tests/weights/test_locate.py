@@ -37,18 +37,18 @@ def test_a_stage_a_checkpoint_and_a_model_folder_stand_for_themselves(tmp_path: 
 
 
 CASES: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("nothing", lambda root: None, "does not exist\nName a run folder"),
+    ("nothing", lambda root: None, "does not exist\nGive a run folder"),
     ("an empty folder", lambda root: root.mkdir(), "holds no model\nName a run, stage, checkpoint"),
     ("a file", lambda root: root.touch(), "holds no model\n"),
     (
         "a new run",
         lambda root: run(root, "fetch"),
-        "no model is finished with its current settings\nFinish it: ",
+        "no model with its current settings is complete\nFinish it: ",
     ),
     (
         "a run that has not trained yet",
         lambda root: run(root, "fetch", begun=("pretrain",)),
-        "no model is finished with its current settings\nFinish it: bloomery run ",
+        "no model with its current settings is complete\nFinish it: bloomery run ",
     ),
 ]
 
@@ -124,7 +124,7 @@ def test_a_model_of_other_settings_is_named_and_never_taken_in_silence(
     assert [one.name for one in models(tmp_path)] == ["run/10-finetune-cccccccc", "run/pretrain"]
 
     names = other_settings(root, "pretrain", "finetune")
-    with pytest.raises(CheckpointError, match="no model is finished with its current settings") as caught:
+    with pytest.raises(CheckpointError, match="no model with its current settings is complete") as caught:
         locate_model(root)
     assert str(caught.value).endswith(told)
     assert locate_model(Path(told.split()[-1])) == root / FOLDERS["finetune"] / "model"

@@ -93,7 +93,7 @@ def test_adapters_whose_lineage_names_no_base_are_refused(tmp_path: Path) -> Non
     del facts[hf.BASE]
     (folder / hf.LINEAGE).write_text(json.dumps(facts))
     (folder / "SHA256SUMS").unlink()
-    with pytest.raises(CheckpointError, match="has no key 'adapts', which names the model that the adapters adapt"):
+    with pytest.raises(CheckpointError, match="has no key 'adapts', which names the base model of the adapters"):
         hf.load(folder)
 
 
@@ -206,10 +206,10 @@ def test_exporting_adapters_merges_them_and_a_run_can_move_as_a_whole(tmp_path: 
 def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
     hf.save(tmp_path / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
-    with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, and this one is"):
+    with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, but this one is"):
         hf.load(folder)
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="adapts a model that is not at"):
+    with pytest.raises(CheckpointError, match="needs a base model that is not at"):
         hf.load(folder)
 
 
@@ -217,7 +217,7 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
     facts = json.loads((folder / ADAPTER_CONFIG).read_text())
     for change, what in (
-        ({"use_dora": True}, "holds no adapter of PEFT"),
+        ({"use_dora": True}, "holds no PEFT adapter"),
         ({"peft_type": "LOHA"}, "its kind is 'LOHA'"),
     ):
         (folder / ADAPTER_CONFIG).write_text(json.dumps(facts | change))
@@ -225,7 +225,7 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
             hf.load(folder)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(facts))
     (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
+    with pytest.raises(CheckpointError, match="holds no PEFT adapter"):
         hf.load(folder)
 
 

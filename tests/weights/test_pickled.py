@@ -84,9 +84,9 @@ def expanded(folder: Path) -> Any:
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "code": (lambda folder: {"model.norm.weight": Runs(folder)}, "UnpicklingError"),
     "a list": (lambda folder: [torch.zeros(3)], "it holds list"),
-    "a number in place of a tensor": (lambda folder: {"a": 3}, "'a' is int, and no tensor"),
+    "a number in place of a tensor": (lambda folder: {"a": 3}, "'a' is int, not a tensor"),
     "a tensor larger than its storage": (expanded, "more numbers than its storage"),
-    "a sparse tensor": (lambda folder: {"a": torch.eye(3).to_sparse()}, "a is no plain tensor"),
+    "a sparse tensor": (lambda folder: {"a": torch.eye(3).to_sparse()}, "a is not a plain tensor"),
 }
 
 
@@ -237,8 +237,11 @@ def test_a_checkpoint_of_1386_is_imported_with_a_tokenizer_that_is_named(tmp_pat
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another program": ({"model_state_dict": None, "model": {}}, "it is no checkpoint of 1386.ai, which holds model_s"),
-    "no settings": ({"config": {"training": {}}}, "it is no checkpoint of 1386.ai"),
+    "another program": (
+        {"model_state_dict": None, "model": {}},
+        "it is not a checkpoint of 1386.ai, which holds model_s",
+    ),
+    "no settings": ({"config": {"training": {}}}, "it is not a checkpoint of 1386.ai"),
     "a field that is not known": ({"config": {"model": SHAPES["1.0"] | {"experts": 4}}}, "vocab_size None"),
     "a strange weight": ({"model_state_dict": {"layers.0.moe.weight": torch.ones(2)}}, "moe.weight is no weight of th"),
 }

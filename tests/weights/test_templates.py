@@ -247,10 +247,10 @@ def test_a_model_says_its_template_and_another_one_of_that_name_is_refused(
     assert {config["eos_token_id"]} == found.renderer.end_ids
     monkeypatch.setitem(TEMPLATES, "chatml", Template(name="chatml", between="\n"))
     trained, here = found.renderer.hash[:8], TEMPLATES["chatml"].hash[:8]
-    with pytest.raises(CheckpointError, match=f"chat template chatml {trained}, and this one is {here}"):
+    with pytest.raises(CheckpointError, match=f"chat template chatml {trained}, but this one is {here}"):
         hf.load(folder)
     monkeypatch.delitem(TEMPLATES, "chatml")
-    with pytest.raises(CheckpointError, match=f"chat template chatml {trained}; here are bloomery, llama3"):
+    with pytest.raises(CheckpointError, match=f"chat template chatml {trained}; known: bloomery, llama3"):
         hf.load(folder)
 
 

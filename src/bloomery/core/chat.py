@@ -151,15 +151,15 @@ class SamplingConfig:
                 least = "above 0" if name in ABOVE_ZERO else f"at least {low:,}"
                 raise DataError(f"must be {least} and at most {high:,}, got {value}", where=name)
         if len(self.logit_bias) > MAX_BIASES:
-            what = f"has {len(self.logit_bias):,} tokens, and may have {MAX_BIASES:,}"
-            raise DataError(what, where="logit_bias", hint="Leave out the smallest biases.")
+            what = f"has {len(self.logit_bias):,} tokens; the limit is {MAX_BIASES:,}"
+            raise DataError(what, where="logit_bias", hint="Remove the smallest biases.")
         biased = [id for id, _ in self.logit_bias]
         if len(set(biased)) < len(biased):
             twice = next(id for id in biased if biased.count(id) > 1)
-            raise DataError(f"names token {twice} twice", where="logit_bias", hint="Name each token once.")
+            raise DataError(f"names token {twice} twice", where="logit_bias", hint="Give each token once.")
         for id, bias in self.logit_bias:
             if not (0 <= id < MAX_TOKENS and -MAX_BIAS <= bias <= MAX_BIAS):
-                hint = f"IDs are from 0 to below {MAX_TOKENS:,}, and biases from -100 to 100."
+                hint = f"Use an ID from 0 to {MAX_TOKENS - 1:,} and a bias from -100 to 100."
                 raise DataError(f"has the bias {bias} for token {id}", where="logit_bias", hint=hint)
 
     @classmethod
@@ -194,7 +194,7 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
         if (value := generation.get(name)) is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or (name in whole and value != int(value)):
-            hint = "Correct it, or leave it out."
+            hint = "Correct or remove it."
             raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
         named[ours] = int(value) if name in whole else value
     if generation.get("do_sample") is False:

@@ -121,7 +121,7 @@ MAX_RECIPE_BYTES = 2**19
 MAX_DEPTH = 32
 """Arrays and tables within one another."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
-LESS_DEEP = "No section of a recipe has so many levels."
+LESS_DEEP = "Remove levels: no section of a recipe is nested so deeply."
 
 
 RENAMED = {
@@ -249,12 +249,14 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot be read: it {what}", where=str(path), hint="A recipe is a UTF-8 TOML file.")
     if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
         what = f"has {size:,} bytes; a recipe has at most {MAX_RECIPE_BYTES:,}"
-        raise ConfigError(what, where=str(path), hint="Name files of data in it instead of writing them out.")
+        raise ConfigError(
+            what, where=str(path), hint="Refer to data files by path instead of writing the data into the recipe."
+        )
     text = path.read_text(encoding="utf-8")
     try:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or that of Python for an integer of 4,300 digits
-        raise ConfigError(str(error), where=str(path), hint="The file has to be TOML (https://toml.io).") from None
+        raise ConfigError(str(error), where=str(path), hint="A recipe must be valid TOML (https://toml.io).") from None
     except RecursionError:
         raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), hint=LESS_DEEP) from None
 
@@ -283,10 +285,10 @@ def check_tree(tree: dict[str, Any], where: str) -> None:
                     inner.append((f"{path}{name}.", value))
                 elif isinstance(value, int) and not -(2**63) <= value < 2**63:
                     what = f"{shorten(path)}{name}: {shorten(value, 40)} does not fit 64 bits"
-                    raise ConfigError(what, where=where, hint="Integers of TOML lie between -2^63 and 2^63 - 1.")
+                    raise ConfigError(what, where=where, hint="Use an integer from -2^63 to 2^63 - 1.")
                 elif isinstance(value, str) and not _is_unicode(value):
-                    what = f"{shorten(path)}{name}: {shorten(ascii(value))} is no text: it holds half a surrogate pair"
-                    raise ConfigError(what, where=where, hint="A recipe is UTF-8.")
+                    what = f"{shorten(path)}{name}: {shorten(ascii(value))} is not text: it holds half a surrogate pair"
+                    raise ConfigError(what, where=where, hint="A recipe must be valid UTF-8.")
         if not inner:
             return
         level = inner

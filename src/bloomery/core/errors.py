@@ -128,11 +128,11 @@ def as_error(error: BaseException) -> HardwareError | None:
         said = (str(cause).strip().splitlines() or [""])[0][:200]
         said = f"{type(cause).__name__}{': ' if said else ''}{said}"
         if kind is THREADS:
-            hint = "Raise the limit (ulimit -u, or pids.max of the container), or say fewer engine.workers and ranks."
+            hint = "Raise the limit (ulimit -u, or pids.max of the container), or use fewer engine.workers or ranks."
             return HardwareError(f"needs more processes or threads than this machine allows ({said})", hint=hint)
         hint = (
-            "End other programs, or raise the limit (ulimit -v, or the memory of the container). Less is needed with "
-            "engine.workers=1, a smaller memory_bytes of [dedup] and [shard], or a smaller micro_batch_tokens."
+            "Close other programs, or raise the limit (ulimit -v, or the container's memory). To use less memory, set "
+            "engine.workers=1, a smaller memory_bytes in [dedup] and [shard], or a smaller micro_batch_tokens."
         )
         return HardwareError(f"needs more memory than this process may have ({said})", hint=hint)
     return None
@@ -169,7 +169,7 @@ def check_addresses(needed: int, what: str) -> None:
         left = (
             f"{what} needs {needed / 2**20:,.0f} MiB of addresses, and the limit leaves {(limit - used) / 2**20:,.0f}"
         )
-        raise HardwareError(f"needs more memory than this process may have ({left})", hint="Raise it: ulimit -v")
+        raise HardwareError(f"needs more memory than this process may have ({left})", hint="Raise the limit: ulimit -v")
 
 
 def skip_teardown_after_import(error: BaseException, code: int) -> None:

@@ -40,7 +40,7 @@ def load(module: str, *, where: str = "") -> ModuleType:
     except ImportError as error:
         if errors.as_error(error) is not None:
             raise
-        what = f"this needs the package {package}: {error}"
+        what = f"the package {package} is needed and cannot be imported: {error}"
         raise MissingPackageError(what, where=where, hint=_hint([package])) from None
 
 

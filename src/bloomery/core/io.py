@@ -64,19 +64,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_RIGHT:
-            hint = "Give yourself the right to it, or name another folder."
+            hint = "Change its permissions, or choose another folder."
             raise RunError(os.strerror(error.errno), where=str(error.filename or path), hint=hint) from None
         if error.errno not in NO_ROOM:
             raise
         folder = next(folder for folder in path.absolute().parents if folder.is_dir())
         free = shutil.disk_usage(folder).free / 2**20
         what = f"cannot be written: {os.strerror(error.errno)}. Its file system has {free:,.1f} MiB free"
-        hint = "Free some space and run the same command again: finished parts are kept."
+        hint = "Free some space and run the same command again. Finished parts are kept."
         if error.errno == errno.EFBIG:
-            hint = f"A limit on the size of files stands in the way (`ulimit -f`, FAT32). {hint}"
+            hint = f"A limit on file size applies (`ulimit -f`, or FAT32): raise it, or use another disk. {hint}"
         if error.errno == errno.ENOSPC and _inodes_are_used_up(folder):
             what = f"cannot be written: its file system has no inodes left for new files, and {free:,.1f} MiB free"
-            hint = "Remove files there, of whatever size, and run the same command again: finished parts are kept."
+            hint = "Remove files of any size there and run the same command again. Finished parts are kept."
         raise RunError(what, where=str(path), hint=hint) from None
 
 
@@ -140,7 +140,7 @@ def make_folder(path: Path) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileNotFoundError:  # as in /proc, where nobody makes folders
-            raise RunError("cannot be made", where=str(path), hint="Name another folder.") from None
+            raise RunError("cannot be created", where=str(path), hint="Choose another folder.") from None
 
 
 def check_new_folder(path: Path) -> None:
@@ -148,9 +148,11 @@ def check_new_folder(path: Path) -> None:
     whole = path.absolute()
     nearest = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
     if not nearest.is_dir():
-        raise RunError(f"{nearest} is no folder", where=str(path), hint="Name another folder.")
+        raise RunError(f"{nearest} is not a folder", where=str(path), hint="Choose another folder.")
     if nearest == whole and any(whole.iterdir()):
-        raise RunError("is not empty", where=str(path), hint="Name another folder: what lies there stays.")
+        raise RunError(
+            "is not empty", where=str(path), hint="Choose an empty or new folder. Nothing in this folder was changed."
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -206,14 +208,14 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise ValueError(f"it has {size:,} bytes, and at most {max_bytes:,} are read")
+            raise ValueError(f"it has {size:,} bytes; the limit is {max_bytes:,}")
         return file.read(size)
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file to read it. Raises OSError, and ValueError for what has no end, or blocks when opened."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     return path.open("rb")
 
 
@@ -241,7 +243,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number that JSON has")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _finite(text: str) -> float:
@@ -253,7 +255,7 @@ def _finite(text: str) -> float:
 
 def _integer(text: str) -> int:
     if len(text.lstrip("-")) > MAX_INTEGER_DIGITS:
-        raise ValueError(f"an integer has {len(text):,} digits, and at most {MAX_INTEGER_DIGITS} are read")
+        raise ValueError(f"an integer has {len(text):,} digits; the limit is {MAX_INTEGER_DIGITS}")
     return int(text)
 
 
@@ -291,7 +293,7 @@ def kernel(path: Path | str) -> str:
 def check_regular(path: Path) -> None:
     """Raises DataError for what exists at `path` and is no regular file, and OSError where nothing is there."""
     if what := special(path):
-        raise DataError(what, where=str(path), hint="Name a regular file: others may have no end.")
+        raise DataError(what, where=str(path), hint="Use a regular file.")
 
 
 def below(folder: Path, *, follow: bool = False) -> Iterator[Path]:
@@ -301,7 +303,7 @@ def below(folder: Path, *, follow: bool = False) -> Iterator[Path]:
     Links to folders only with `follow`, and no folder twice. Raises DataError for the root of the file system, and
     behind MAX_ENTRIES files and folders: that is a disk, and no data set.
     """
-    hint = "Name the folder that holds the data."
+    hint = "Give the folder that holds the data."
     if (real := Path(os.path.realpath(folder))).parent == real:
         raise DataError("is the root of the file system", where=str(folder), hint=hint)
     entries, seen = 0, set[tuple[int, int]]()

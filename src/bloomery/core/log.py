@@ -247,7 +247,7 @@ class _Output:
             raise
         except OSError as error:
             what = f"cannot be written: {error.strerror}"
-            raise OutputError(what, where="standard output", hint="Send it to a disk with free space.") from None
+            raise OutputError(what, where="standard output", hint="Redirect it to a disk with free space.") from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -266,7 +266,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 MAX_METRICS_BYTES = 2**31
 """Of such a file: a line has some hundred bytes, and a long run a million steps."""
 TAIL_BYTES = 2**16
-_DAMAGED = "The file is damaged. Remove that line, or the file: nothing but reports and charts reads it."
+_DAMAGED = "The file is damaged. Remove the line or the file: only reports and charts read it."
 SECONDS_BETWEEN_PLAIN_LINES = 10.0
 SHARE_BETWEEN_PLAIN_LINES = 0.05
 """Of the time since the start: a run of hours prints fewer lines an hour than one of minutes."""
@@ -597,9 +597,9 @@ def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise DataError(f"is no JSON: {shorten(str(error))}", where=where, hint=_DAMAGED) from None
+        raise DataError(f"is not valid JSON: {shorten(str(error))}", where=where, hint=_DAMAGED) from None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise DataError("is no JSON object with a whole number as step", where=where, hint=_DAMAGED)
+        raise DataError("is not a JSON object with an integer step", where=where, hint=_DAMAGED)
     return row
 
 

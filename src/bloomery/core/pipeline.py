@@ -205,9 +205,11 @@ def _check_paths(section: str, config: Config | None) -> None:
     for key, raw_path in paths(config, section):
         path = raw_path.expanduser()
         if os.path.exists(path) and not os.path.isdir(path) and (what := core_io.special(path)):
-            raise DataError(what, where=f"{key} = {path}", hint="Name a regular file: others may have no end.")
+            raise DataError(what, where=f"{key} = {path}", hint="Use a regular file.")
         if os.path.isdir(path) and (folder := core_io.kernel(path)):
-            raise DataError(f"lies in {folder}", where=f"{key} = {path}", hint="Name a folder of regular files.")
+            raise DataError(
+                f"lies in {folder}", where=f"{key} = {path}", hint="Use a folder that holds only regular files."
+            )
 
 
 def _seen(stage: Stage, config: Config, blind: bool) -> tuple[str, str]:
@@ -251,7 +253,9 @@ def check_sections(
     missing = missing_sections(stages, recipe)
     asked = until or only
     if asked in unwanted(stages, recipe):
-        raise RunError(f"the recipe has no section [{asked}]", where=f"stage {asked}", hint=f"Write [{asked}] into it.")
+        raise RunError(
+            f"the recipe has no section [{asked}]", where=f"stage {asked}", hint=f"Add [{asked}] to the recipe."
+        )
     stopped = asked if asked in missing else None if asked else next(iter(missing), None)
     if stopped is None:
         return
@@ -259,7 +263,7 @@ def check_sections(
     left = [stage for stage in stages if stage.name not in missing and stage.name not in not_wanted]
     ends = [one.name for one in left if not any(one.name in other.after for other in left)]
     sections = " and ".join(f"[{name}]" for name in missing[stopped])
-    hint = f"Write {sections} into it, or go as far as it reaches: {' or '.join(f'--until {name}' for name in ends)}"
+    hint = f"Add {sections} to the recipe, or stop earlier: {' or '.join(f'--until {name}' for name in ends)}"
     raise RunError(f"the recipe has no section {sections}, which it needs", where=f"stage {stopped}", hint=hint)
 
 
@@ -468,16 +472,16 @@ def _run(plan: StagePlan, sentence: Sentence) -> str:
     for name, folder in plan.inputs.items():
         if trouble := damage(folder):
             hint = f"Run it first: bloomery run RECIPE --until {name}"
-            raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, hint=hint)
+            raise RunError(f"its input {name} is not ready ({trouble})", where=plan.stage.name, hint=hint)
         if trouble := cache.changed(folder, handed_on(read_manifest(folder))):
-            hint = f"Remove {folder / MANIFEST} and run the same command again: it makes {name} again."
+            hint = f"Remove {folder / MANIFEST} and run the same command again to repeat {name}."
             raise RunError(f"its input {name} is damaged: {folder / trouble}", where=plan.stage.name, hint=hint)
     _check_outside(plan)
     if (trouble := damage(plan.folder)) and trouble != NOT_DONE:
         info(f"  {plan.stage.name} runs again: {trouble}", "yellow")
     if plan.folder.is_symlink():
-        hint = "Remove the link, which removes nothing of that folder, and run the same command again."
-        what = f"is a link to {plan.folder.resolve()}, and a stage only writes into a folder of its own"
+        hint = "Remove the link and run the same command again. The files that it points to stay."
+        what = f"is a link to {plan.folder.resolve()}; a stage writes only into its own folder"
         raise RunError(what, where=str(plan.folder), hint=hint)
     with core_io.disk_errors(plan.folder):
         plan.folder.mkdir(parents=True, exist_ok=True)
@@ -518,8 +522,10 @@ def _kept(plan: StagePlan) -> str:
 def _check_outside(plan: StagePlan) -> None:
     """A file that is edited in the hours before a stage reads it must not pass for the one of the fingerprint."""
     if plan.stage.external_inputs(plan.config) != plan.outside:
-        what = "what it reads from outside the run has changed since this run began"
-        raise RunError(what, where=plan.stage.name, hint="Run the same command again, when nobody writes there.")
+        what = "an input outside the run folder changed while the run was in progress"
+        raise RunError(
+            what, where=plan.stage.name, hint="Run the same command again when no other program writes to it."
+        )
 
 
 def _keep_what_is_of_use(plan: StagePlan) -> None:
@@ -603,7 +609,7 @@ def locked(root: Path) -> Iterator[None]:
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
-                hint = "Wait for it, or choose another folder with --runs."
+                hint = "Wait until it ends, or choose another folder with --runs."
                 raise RunError(f"process {holder} is running in it", where=str(root), hint=hint) from None
         file.truncate(0)
         with core_io.disk_errors(root / LOCK):
@@ -619,8 +625,8 @@ def _check_lock(path: Path) -> None:
     except FileNotFoundError:
         is_ours = True
     if not is_ours:
-        hint = "Move it away, or name another folder."
-        raise RunError("would be overwritten, and holds no number of a process", where=str(path), hint=hint)
+        hint = "Move it away, or choose another folder."
+        raise RunError("would be overwritten, but does not hold a process ID", where=str(path), hint=hint)
 
 
 def versions() -> dict[str, str]:

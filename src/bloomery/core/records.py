@@ -223,7 +223,7 @@ class StageManifest(TypedDict):
 def read_manifest(folder: Path) -> StageManifest:
     """The manifest of a finished stage folder. Raises RunError where there is none, or it cannot be read."""
     if not (folder / MANIFEST).exists():
-        raise RunError("has no manifest, so it is not done", where=str(folder), hint="Run its recipe again.")
+        raise RunError("has no manifest, so the stage is not complete", where=str(folder), hint="Run the recipe again.")
     fix = "Remove that file and run the recipe again."
     return read_record(folder / MANIFEST, StageManifest, fix=fix, max_bytes=MAX_MANIFEST_BYTES)
 
@@ -276,8 +276,8 @@ def damage(folder: Path, *, thorough: bool = False) -> str:
 def stage_folders(root: Path) -> dict[str, Path]:
     """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
     if not os.path.lexists(root / CURRENT):
-        shown = "is no run folder" if root.exists() else "does not exist"
-        hint = "Run folders lie in runs/ and are made by: bloomery run RECIPE"
+        shown = "is not a run folder" if root.exists() else "does not exist"
+        hint = "Run folders are in runs/. To create one: bloomery run RECIPE"
         raise RunError(f"{shown} (it has no {CURRENT})", where=str(root), hint=hint)
     fix = "Remove that file and run its recipe again: what is done stays done."
     names = read_record(root / CURRENT, dict[str, FolderName], fix=fix)
@@ -285,6 +285,6 @@ def stage_folders(root: Path) -> dict[str, Path]:
         raise RunError("names no stage", where=str(root / CURRENT), hint=fix)
     for stage, name in names.items():
         if (parts := STAGE_FOLDER.fullmatch(name)) is None or parts[1] != stage:
-            what = f"{stage}: {name} is no folder of that stage"
+            what = f"{stage}: {name} is not a folder of that stage"
             raise RunError(what, where=str(root / CURRENT), hint=fix)
     return {stage: root / name for stage, name in names.items()}

@@ -150,7 +150,7 @@ def run_state(root: Path, *, thorough: bool = False) -> RunState:
 def run_folders(runs: Path) -> list[Path]:
     """The run folders in a folder, the newest first. Raises RunError where it does not exist."""
     if not runs.is_dir():
-        raise RunError("does not exist", where=str(runs), hint="Make a run: bloomery run RECIPE")
+        raise RunError("does not exist", where=str(runs), hint="Start a run: bloomery run RECIPE")
     folders = [path for path in runs.iterdir() if (path / CURRENT).is_file()]
     return sorted(folders, key=lambda path: (path / CURRENT).stat().st_mtime, reverse=True)
 
@@ -293,7 +293,7 @@ def _new_trash(root: Path) -> Path:
 def _check_trash(root: Path) -> None:
     """Raises RunError for a trash that is no folder of the run: what lies behind a link is not ours to delete."""
     if (root / TRASH).is_symlink() or ((root / TRASH).exists() and not (root / TRASH).is_dir()):
-        raise RunError("is no folder", where=str(root / TRASH), hint="Remove it, and run the same command again.")
+        raise RunError("is not a folder", where=str(root / TRASH), hint="Remove it, and run the same command again.")
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _same_file_system(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EBUSY):
             raise
-        hint = "It is a mount point. Unmount it, or remove what is in it by hand."
+        hint = "It is a mount point. Unmount it, or remove its files by hand."
         raise RunError(f"cannot be moved into {TRASH}: {error.strerror}", where=str(path), hint=hint) from None
 
 

@@ -90,7 +90,7 @@ def task_files(places: Sequence[Path]) -> list[Path]:
         inside = sorted(task_path.iterdir()) if task_path.is_dir() else [task_path]
         mine = [path for path in inside if path.is_file() and path.name.endswith(SUFFIXES)]
         if not mine:
-            hint = f"Name files, or folders of files, that end in {', '.join(SUFFIXES)}."
+            hint = f"Give files that end in {', '.join(SUFFIXES)}, or folders of such files."
             raise DataError("holds no evaluation tasks", where=str(task_path), hint=hint)
         files += mine
     return files
@@ -114,8 +114,8 @@ def task_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[TaskText]:
             has_text = True
             yield TaskText(task, number, text)
     if not has_text:
-        hint = f"Name one of its fields in decontaminate.fields. There are {', '.join(sorted(known)) or 'none'}."
-        raise DataError("has no text to look for", where=str(path), hint=hint)
+        hint = f"Set decontaminate.fields to one of its fields: {', '.join(sorted(known)) or 'none'}."
+        raise DataError("has no text to search for", where=str(path), hint=hint)
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -133,7 +133,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         return
     for number, fields in readers_rows.jsonl(path):
         if isinstance(fields, ReadError):
-            raise DataError(fields.what, where=str(path), hint="Mend the file, or leave it out.")
+            raise DataError(fields.what, where=str(path), hint="Repair or remove the file.")
         yield number, fields
 
 
@@ -528,11 +528,11 @@ class Sought(Config):
     @model_validator(mode="after")
     def _something_is_looked_for(self) -> "Sought":
         if not self.files and not self.tasks:
-            raise ValueError("neither files nor tasks are named, so there is nothing to search for")
+            raise ValueError("neither files nor tasks are set, so there is nothing to search for")
         return self
 
     @model_validator(mode="after")
     def _questions_are_shorter(self) -> "Sought":
         if self.min_question_words >= self.ngram_words:
-            raise ValueError(f"min_question_words={self.min_question_words} is no less than {self.ngram_words=}")
+            raise ValueError(f"min_question_words={self.min_question_words} must be less than {self.ngram_words=}")
         return self

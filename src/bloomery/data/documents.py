@@ -173,7 +173,7 @@ def parts(folder: Path) -> list[Path]:
     """The parquet files of a folder of documents, in order. Raises DataError where there are none."""
     files = sorted(folder.glob("part-*.parquet"))
     if not files:
-        raise DataError("holds no documents (part-*.parquet)", where=str(folder), hint="Run the stage before again.")
+        raise DataError("holds no documents (part-*.parquet)", where=str(folder), hint="Run the previous stage again.")
     return files
 
 
@@ -218,7 +218,7 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        hint = "It is torn. Remove its stage's manifest.json and run the recipe again."
+        hint = "The file is damaged. Remove manifest.json of its stage and run the recipe again."
         raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from None
 
 

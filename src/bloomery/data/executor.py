@@ -119,7 +119,7 @@ class ExecutorConfig(Config):
     @model_validator(mode="after")
     def _an_address_is_of_a_cluster(self) -> "ExecutorConfig":
         if self.kind == "local" and self.address is not None:
-            raise ValueError(f'address {self.address!r} is of a Ray cluster; say kind = "ray" too')
+            raise ValueError(f'address {self.address!r} is for a Ray cluster; also set kind = "ray"')
         return self
 
 
@@ -292,7 +292,7 @@ def _death(worker: _Worker, chunk: Part) -> Exception:
         return RuntimeError(f"part {chunk.name}: the lines above say where its worker failed")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     what = f"the worker on part {chunk.name} {how}"
-    hint = "Run the same command again: finished parts are kept. If it dies again"
+    hint = "Run the same command again. Finished parts are kept. If it dies again"
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE, -signal.SIGILL):
         hint += ", a library cannot read its input: the lines above say why. Write those files again, or remove them."
     else:

@@ -97,7 +97,7 @@ def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: Se
     before = tokenizer.encode(kept)
     whole = tokenizer.encode(prompt + continuation)
     if len(whole) <= len(before):
-        hint = "Leave this question out: its tokenizer makes one token of the prompt's end and what follows."
+        hint = "Remove this question: its tokenizer merges the end of the prompt and the continuation into one token."
         raise DataError(f"{continuation!r} adds no token to its prompt", where=repr(prompt[-40:]), hint=hint)
     first = opening or ([] if before else [tokenizer.document_id])
     return Continuation((*first, *before), tuple(whole[len(before) :]))
@@ -404,8 +404,8 @@ def evaluate(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResul
     by_task: dict[str, list[QuestionResult]] = {}
     names = evaluation_tasks.named(asked.tasks)
     if not asked.run_code and (runs := [name for name in names if TASKS[name].kind == "program"]):
-        hint = "Say --run-code (evaluate.run_code = true), or leave the task out."
-        raise ConfigError(f"{runs[0]} runs code that the model writes, and nobody has allowed that", hint=hint)
+        hint = "Set --run-code (evaluate.run_code = true), or remove the task."
+        raise ConfigError(f"{runs[0]} runs code that the model writes, which is not enabled", hint=hint)
     if asked.run_code:
         sandbox.check(asked.allow_partial_sandbox)
     for name in names:
@@ -435,9 +435,7 @@ def core_questions(asked: EvalRequest) -> dict[str, list[EvalItem]]:
 def with_examples(name: str, items: Sequence[EvalItem], asked: EvalRequest) -> list[EvalItem]:
     num_fewshot = TASKS[name].num_fewshot if asked.num_fewshot is None else asked.num_fewshot
     if num_fewshot and not TASKS[name].examples:
-        raise ConfigError(
-            f"{name} has no examples to show, and num_fewshot={num_fewshot}", hint="Ask it with num_fewshot=0."
-        )
+        raise ConfigError(f"{name} has no few-shot examples, but num_fewshot={num_fewshot}", hint="Set num_fewshot=0.")
     pool = evaluation_tasks.rows(name, asked.files, examples=True) if num_fewshot else []
     return [evaluation_tasks.prompted(item, pool, num_fewshot) for item in items]
 

@@ -202,8 +202,8 @@ def fitting(engine: Engine, renderer: ChatRenderer, questions: Sequence[ToyQuest
     lengths = [len(renderer.prompt(question.messages)) for question in questions]
     kept = [question for question, length in zip(questions, lengths, strict=True) if length < engine.context]
     if questions and not kept:
-        what = f"none of {len(questions)} validation questions fits the model's context of {engine.context} tokens"
-        hint = f"The shortest has {min(lengths)}. Raise pretrain.model.context_length, or set evaluate.toy_questions=0."
+        what = f"none of {len(questions)} validation questions fits into the model's context of {engine.context} tokens"
+        hint = f"Raise pretrain.model.context_length above {min(lengths)}, or set evaluate.toy_questions=0."
         raise DataError(what, where="evaluate.toy_questions", hint=hint)
     return kept
 

@@ -64,14 +64,16 @@ def read(file: Path, *, vocab_size: int) -> list[ChoiceExample]:
     if (header[0], header[1]) != (MAGIC, VERSION):
         raise DataError(f"begins with {header[0]} and {header[1]}, not {MAGIC} and {VERSION}", where=str(file))
     if size % 2:
-        raise DataError(f"has {size} bytes, which is no whole number of uint16", where=str(file), hint=_CURE)
+        raise DataError(f"has {size} bytes, which is not a multiple of 2", where=str(file), hint=_CURE)
     stream = np.fromfile(file, dtype="<u2", offset=HEADER_BYTES)
     examples, offset = [], 0
     for number in range(int(header[2])):
         example, offset = _example(stream, offset, number, file)
         if (highest := max(int(ids.max()) for ids in (example.question, *example.answers))) >= vocab_size:
-            what = f"holds the token {highest}, outside of a vocabulary of {vocab_size}"
-            raise DataError(what, where=f"{file}, example {number}", hint="It was made with another tokenizer.")
+            what = f"holds the token {highest}, outside the vocabulary of {vocab_size}"
+            raise DataError(
+                what, where=f"{file}, example {number}", hint="Use a file that was made with this tokenizer."
+            )
         examples.append(example)
     if offset != len(stream):
         what = f"has {2 * (len(stream) - offset)} more bytes after its {len(examples)} examples"
@@ -79,7 +81,7 @@ def read(file: Path, *, vocab_size: int) -> list[ChoiceExample]:
     return examples
 
 
-_CURE = "It is damaged. Make it or fetch it again."
+_CURE = "The file is damaged. Create or download it again."
 
 
 def _example(stream: NDArray[np.uint16], offset: int, number: int, file: Path) -> tuple[ChoiceExample, int]:
@@ -89,7 +91,7 @@ def _example(stream: NDArray[np.uint16], offset: int, number: int, file: Path) -
         raise DataError(f"the file ends after {number} examples", where=where, hint=_CURE)
     begin, num_bytes, index, right, num_answers = map(int, stream[offset : offset + FIRST - 1])
     if begin != BEGIN or index != number:
-        raise DataError(f"begins with {begin} and the number {index}", where=where, hint=_CURE)
+        raise DataError(f"begins with {begin} and the number {index}, not as an example does", where=where, hint=_CURE)
     end = offset + num_bytes // 2
     lists: list[NDArray[np.uint16]] = []
     at = offset + FIRST - 1
@@ -99,10 +101,10 @@ def _example(stream: NDArray[np.uint16], offset: int, number: int, file: Path) -
         at += 1 + count
     if at != end or at > len(stream) or any(len(ids) == 0 for ids in lists):
         raise DataError(
-            f"says it has {num_bytes} bytes, and its lists need {2 * (at - offset)}", where=where, hint=_CURE
+            f"says that it has {num_bytes} bytes, but its lists need {2 * (at - offset)}", where=where, hint=_CURE
         )
     if right >= num_answers:
-        raise DataError(f"says that answer {right} of {num_answers} is right", where=where, hint=_CURE)
+        raise DataError(f"says that answer {right} of {num_answers} is correct", where=where, hint=_CURE)
     return ChoiceExample(question=lists[0], answers=tuple(lists[1:]), right=right), end
 
 
@@ -121,7 +123,7 @@ class MultipleChoiceEval:
         """All examples of a file, or so many of them at even distances. Raises DataError where it is none of ours."""
         examples = read(file, vocab_size=tokenizer.vocab_size)
         if not examples:
-            raise DataError("holds no example", where=str(file), hint="Make it or fetch it again.")
+            raise DataError("holds no examples", where=str(file), hint="Create or download it again.")
         count = min(limit or len(examples), len(examples))
         chosen = [examples[place * len(examples) // count] for place in range(count)]
         return cls(chosen, tokenizer.byte_lengths, rows_at_once)

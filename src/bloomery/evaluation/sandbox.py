@@ -78,7 +78,7 @@ def run(solution: str, tests: str, limits: SandboxLimits | None = None, *, weake
     """
     limits = limits or SandboxLimits()
     if sys.platform != "linux":
-        raise HardwareError(f"there is no sandbox for {sys.platform}", hint="Run the programs on Linux.")
+        raise HardwareError(f"there is no sandbox for {sys.platform}", hint="Use Linux to run programs.")
     for name, text in (("program", solution), ("tests", tests)):
         if (spot := lone_surrogate(text)) is not None:
             return SandboxResult(
@@ -112,7 +112,7 @@ def run(solution: str, tests: str, limits: SandboxLimits | None = None, *, weake
         seconds = round(time.monotonic() - began, 3)
     output = printed.decode("utf-8", "replace")
     if child.returncode == sandbox_child.REFUSED:
-        hint = "Allow unprivileged user namespaces, or say --allow-partial-sandbox to run code with less isolation."
+        hint = "Enable unprivileged user namespaces, or add --allow-partial-sandbox to run code with less isolation."
         raise HardwareError(f"code that a model wrote was not run: {output.strip()}", where="the sandbox", hint=hint)
     return SandboxResult(why or _status(child.returncode), output, seconds)
 
@@ -189,4 +189,4 @@ def check(weaker: bool = False) -> None:
     """Raises HardwareError where code cannot be held here."""
     result = run("print('here')", "", weaker=weaker)
     if not result.passed:
-        raise HardwareError(f"the sandbox does not run: {result.output.strip()}", hint="Leave --run-code out.")
+        raise HardwareError(f"the sandbox does not run: {result.output.strip()}", hint="Remove --run-code.")

@@ -229,7 +229,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise DataError(f"is no Python: {error}", where=str(path), hint="Name scripts/eval_prompts.py.") from None
+        raise DataError(f"is not Python: {error}", where=str(path), hint="Use scripts/eval_prompts.py.") from None
     number = 0
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
@@ -244,8 +244,8 @@ def _literal(value: ast.expr, path: Path) -> list[Any]:
     try:
         return list(ast.literal_eval(value))
     except (ValueError, TypeError) as error:
-        hint = "Write the prompts out: this file is read, and never run."
-        raise DataError(f"holds something else than literals: {error}", where=str(path), hint=hint) from None
+        hint = "Write the prompts as literals: the file is read, never run."
+        raise DataError(f"holds more than literals: {error}", where=str(path), hint=hint) from None
 
 
 def prompt(row: Mapping[str, Any]) -> EvalItem:
@@ -508,7 +508,7 @@ def named(names: Sequence[str]) -> list[str]:
     """Names of tasks, each once. Raises ConfigError for one that is not in the table."""
     for name in names:
         if name not in TASKS:
-            raise ConfigError(f"there is no task {name!r}", hint=f"Tasks: {', '.join(TASKS)}.")
+            raise ConfigError(f"there is no task {name!r}", hint=f"Use one of {', '.join(TASKS)}.")
     return list(dict.fromkeys(names))
 
 
@@ -543,14 +543,14 @@ def shaped(shape: RowShape, row: TaskRow, where: str) -> EvalItem:
     try:
         item = shape(row)
         if item.choices and not 0 <= item.gold < len(item.choices):  # -1 where a split keeps its answers secret
-            raise ValueError(f"the right one of {len(item.choices)} choices is {item.gold}")
+            raise ValueError(f"the correct choice is {item.gold} of {len(item.choices)}")
         for text in (item.head, *item.prompts, *item.choices, item.answer, item.test):
             if (spot := lone_surrogate(text)) is not None:
-                raise ValueError(f"a text of it holds half a surrogate pair at character {spot}")
+                raise ValueError(f"one of its texts holds half a surrogate pair at character {spot}")
         return item
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        what = f"is no row of this task: {type(error).__name__}: {error}; its fields: {', '.join(row)}"
-        raise DataError(what, where=where, hint="Name the file as it is on the hub, or as DCLM has it.") from None
+        what = f"is not a row of this task: {type(error).__name__}: {error}; its fields: {', '.join(row)}"
+        raise DataError(what, where=where, hint="Use the file as it is on the hub or in DCLM.") from None
 
 
 def paths(name: str, files: TaskFiles, *, examples: bool = False) -> list[Path]:
@@ -578,8 +578,8 @@ def find(
     if alone and any_name and not owner:
         return alone
     near = sorted({path.name for place in places if place.is_dir() for path in core_io.below(place)})
-    message = f"there is no file of {what}" + (f"; it is called as one of {owner}" if owner else "")
-    hint = f"A file of it is called {names[0]}.jsonl (.zst, .gz) or .parquet, maybe with _{splits[-1]}."
+    message = f"there is no file of {what}" + (f"; its name would be one of {owner}" if owner else "")
+    hint = f"Add a file named {names[0]}.jsonl (.zst, .gz) or .parquet, also with _{splits[-1]}."
     if alone and not owner and splits is SPLITS:
         hint += " It may have any name where it is given itself, and one task is asked."
     hint += f" Here is {', '.join(near[:5])}{', …' * (len(near) > 5)}." if near else ""
@@ -596,7 +596,9 @@ def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
     inside = [path for place in places for path in (sorted(core_io.below(place)) if place.is_dir() else [place])]
     for location in places:
         if not location.exists():
-            raise DataError("does not exist", where=str(location), hint="Name a file of the task, or a folder with it.")
+            raise DataError(
+                "does not exist", where=str(location), hint="Give a file of the task, or a folder that holds it."
+            )
     ranked: dict[int, list[Path]] = {}
     for path in inside:
         stem = path.name.partition(".")[0]
@@ -604,7 +606,7 @@ def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
             ranked.setdefault(split_ranks[_squeezed(stem)], []).append(path)
     best = ranked[min(ranked)] if ranked else [None]
     if len(best) > 1:
-        raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), hint="Name one of them.")
+        raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), hint="Give only one of them.")
     return best[0]
 
 
@@ -623,7 +625,7 @@ def _squeezed(name: str) -> str:
 def _from_hub(name: str, pattern: str, offline: bool) -> list[Path]:
     dataset = TASKS[name].dataset
     if not dataset or not pattern:
-        raise DataError(f"{name} is not on the hub", hint="Name its file, or the folder that holds it: --data PATH.")
+        raise DataError(f"{name} is not on the hub", hint="Give its file, or the folder that holds it: --data PATH.")
     repository = Repository(dataset, offline=offline)
     token = None if repository.cut_off else download.token()
     return [
@@ -638,9 +640,7 @@ def prompted(item: EvalItem, examples: Sequence[EvalItem], num_fewshot: int) -> 
         return replace(item, prompts=tuple(item.head + prompt for prompt in item.prompts))
     pool = [one for one in examples if one.solved != item.solved and one.head == item.head]
     if len(pool) < num_fewshot:
-        raise DataError(
-            f"there are {len(pool)} examples, and {num_fewshot} were asked for", hint="Ask for fewer: --num-fewshot 0."
-        )
+        raise DataError(f"num_fewshot={num_fewshot} is more than the {len(pool)} examples", hint="Lower --num-fewshot.")
     drawn = random.Random(EXAMPLES_SEED + item.row - 1).sample(pool, num_fewshot)
     before = item.head + "".join(f"{one.solved}\n\n" for one in drawn)
     return replace(item, prompts=tuple(before + prompt for prompt in item.prompts))
@@ -673,7 +673,7 @@ def drawn(name: str, files: TaskFiles, limit: int | None, seed: int) -> tuple[li
         for number, row in decontamination.rows_of(path)
     ]
     if not every:
-        raise DataError(f"has no rows of {name}", where=str(path), hint="Put its rows there, or the file elsewhere.")
+        raise DataError(f"has no rows of {name}", where=str(path), hint="Add its rows, or move the file away.")
     chosen: Sequence[int] = range(len(every))
     if limit is not None and limit < len(every):
         chosen = sorted(random.Random(f"{seed}:{name}").sample(chosen, limit))
@@ -687,10 +687,10 @@ def files_of(files: TaskFiles) -> list[Path]:
 def present(files: TaskFiles) -> tuple[list[str], list[str]]:
     """Names of the parts whose files are there, and of the others. Raises DataError where none is."""
     if not files.paths:
-        raise DataError("CORE has no home on the hub", hint="Name the folder with DCLM's files: --data PATH.")
+        raise DataError("CORE is not on the hub", hint="Give the folder with DCLM's files: --data PATH.")
     there = [name for name in PARTS if look(_called(name), files.paths, SPLITS, what=name)]
     if not there:
-        hint = f"Their files are called {', '.join(f'{name}.jsonl' for name in PARTS)} (.zst, .gz), or .parquet."
+        hint = f"Add files named {', '.join(f'{name}.jsonl' for name in PARTS)} (.zst, .gz), or .parquet."
         raise DataError("holds none of CORE's 22 tasks", where=", ".join(map(str, files.paths)), hint=hint)
     return there, [name for name in PARTS if name not in there]
 

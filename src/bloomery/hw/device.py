@@ -150,8 +150,8 @@ def find(choice: DeviceChoice = "auto", host: Host | None = None, *, open: bool 
             compute_dtype=torch.bfloat16 if fast_bf16(host) else torch.float32,
             backend="gloo",
         )
-    what = f"asked for {choice!r}, but torch {torch.__version__} finds none on this machine"
-    raise HardwareError(what, hint='Ask `bloomery doctor` why, or take device="auto" or device="cpu".')
+    what = f"device={choice!r} is set, but torch {torch.__version__} finds no such device on this machine"
+    raise HardwareError(what, hint='Run `bloomery doctor` to find the cause, or set device="auto" or device="cpu".')
 
 
 def _gpu(host: Host) -> Device:
@@ -365,8 +365,8 @@ def give_back_memory() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        what = f"memory ran out, and the GPU refuses all work since: {str(error).strip().partition(chr(10))[0]}"
-        hint = "Run it again, from the newest checkpoint, with a smaller micro_batch_tokens."
+        what = f"the GPU ran out of memory and has failed since then: {str(error).strip().partition(chr(10))[0]}"
+        hint = "Set a smaller micro_batch_tokens and run the same command: it resumes from the newest checkpoint."
         raise HardwareError(what, hint=hint) from error
 
 

@@ -53,7 +53,7 @@ LAST_READ = timedelta(seconds=10)
 LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
 """A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
 SECONDS_BETWEEN_SIGNS = 2.0
-RESUMES = "Look at its machine and network. The same command resumes, also on the ranks that are left."
+RESUMES = "Check its machine and network. The same command resumes, also with only the ranks that are left."
 
 
 class RankLostError(RunError):
@@ -234,8 +234,8 @@ def joined(number: int = 0) -> Iterator[World]:
         yield World.alone()
         return
     if not (dist.is_available() and dist.is_gloo_available()):
-        what = f"torch {torch.__version__} was built without torch.distributed, so {world.size} ranks cannot be had"
-        raise HardwareError(what, hint="Train with one rank, or install another build of torch.")
+        what = f"torch {torch.__version__} was built without torch.distributed, which {world.size} ranks need"
+        raise HardwareError(what, hint="Use one rank, or install another build of torch.")
     with _together("start"):
         store = c10d.PrefixStore(f"world/{number}", _store())
         dist.init_process_group(
@@ -263,7 +263,7 @@ def _limit_gpus() -> None:
 def error_facts(error: BaseException) -> dict[str, str]:
     """An error as text, from which another process can raise it. A bug is raised only on its own rank."""
     if not isinstance(error, BloomeryError):
-        hint = "Read its error. The same command resumes from the newest checkpoint."
+        hint = "Read the error of that rank. The same command resumes from the newest checkpoint."
         error = RankLostError(f"another rank had to stop: {type(error).__name__}: {error}", hint=hint)
     return {"kind": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
 
@@ -295,7 +295,7 @@ def check_devices(world: World, device: torch.device) -> None:
         first = next(label for label in shared if shared.count(label) > 1)
         ranks = [str(rank) for rank, other in enumerate(shared) if other == first]
         what = f"ranks {' and '.join(ranks)} have the same GPU ({first})"
-        raise HardwareError(what, where="ranks", hint='Take as many ranks as there are GPUs, or device="cpu".')
+        raise HardwareError(what, where="ranks", hint='Use at most one rank for each GPU, or set device="cpu".')
 
 
 def _identity(device: torch.device) -> str:
@@ -315,10 +315,10 @@ def check_ranks(ranks: int, choice: str, where: str) -> None:
         return
     if choice in ("auto", "cuda") and torch.cuda.is_available():
         if ranks > torch.cuda.device_count():
-            what = f"{ranks} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
-            raise HardwareError(what, where=where, hint='Take as many ranks as there are GPUs, or device="cpu".')
+            what = f"{ranks} ranks are set, but this machine has {torch.cuda.device_count()} GPUs"
+            raise HardwareError(what, where=where, hint='Use at most one rank for each GPU, or set device="cpu".')
     elif choice in ("auto", "mps") and torch.backends.mps.is_available():
-        raise HardwareError(f"{ranks} ranks cannot share one Apple GPU", where=where, hint="Train with one rank.")
+        raise HardwareError(f"{ranks} ranks cannot share one Apple GPU", where=where, hint="Use one rank.")
     else:
         launcher.check_processes(ranks, where)
 
@@ -352,7 +352,7 @@ def _store() -> Any:
     except RuntimeError as error:
         first = str(error).strip().partition("\n")[0]
         what = f"{'cannot listen' if hosts else 'the first rank does not answer'}: {first}"
-        hint = "MASTER_ADDR is the first machine, and MASTER_PORT a free port of it that the others reach."
+        hint = "Set MASTER_ADDR to the first machine, and MASTER_PORT to a free port on it that the others can reach."
         raise RunError(what, where=f"{host}:{port}", hint=hint) from None
     process = launcher.launched()
     assert process is not None
@@ -485,7 +485,7 @@ class LifeWatch:
             judged = (rank == 0) != self._world.is_first
             if judged and self._seen[rank][1] > patience:
                 seconds = round(patience * SECONDS_BETWEEN_SIGNS)
-                what = f"{self._named(rank)} gave no sign of life for {seconds} s"
+                what = f"{self._named(rank)} did not respond for {seconds} s"
                 if self._world.is_first:
                     self.verdict = what
                     self._store.set("lost", what)
@@ -556,5 +556,5 @@ def _lost(what: str, error: BaseException) -> NoReturn:
     named = "".join(watch.lost() for watch in _watches if not parent)
     hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."
     raise RankLostError(
-        f"{named or 'another rank'} is gone ({what}: {first})", where=f"rank {os.environ.get('RANK')}", hint=hint
+        f"lost {named or 'another rank'} ({what}: {first})", where=f"rank {os.environ.get('RANK')}", hint=hint
     ) from error

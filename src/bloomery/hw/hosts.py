@@ -68,7 +68,9 @@ def read_hosts(path: Path) -> list[HostLine]:
         with path.open(encoding="utf-8") as file:
             lines = file.read(MAX_FILE_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint="Name a text file of hosts.") from None
+        raise DataError(
+            f"cannot be read: {error}", where=str(path), hint="Give a text file that lists the hosts."
+        ) from None
     hosts = list[HostLine]()
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].strip()
@@ -76,16 +78,18 @@ def read_hosts(path: Path) -> list[HostLine]:
             continue
         match, where = HOST.fullmatch(words), f"{path}:{number}"
         if match is None or match[2] in ("0", "00", "000", "0000"):
-            what = f"{shorten(words, 40)!r} is no host"
-            raise DataError(what, where=where, hint="A line is a name, or a name and slots=N: gpu01 slots=8")
+            what = f"{shorten(words, 40)!r} is not a host"
+            raise DataError(
+                what, where=where, hint="Write each line as NAME or NAME slots=N, for example: gpu01 slots=8"
+            )
         host = HostLine(login=words.split()[0], name=match[1], ranks=int(match[2] or 1))
         if any(host.name == other.name for other in hosts):
-            raise DataError(f"{host.name} is there twice", where=where, hint="Give it slots=N for N ranks.")
+            raise DataError(f"{host.name} is listed twice", where=where, hint="List it once, with slots=N for N ranks.")
         hosts.append(host)
     total = sum(host.ranks for host in hosts)
     if not 0 < len(hosts) <= MAX_HOSTS or total > MAX_RANKS:
-        what = f"has {len(hosts)} hosts and {total} ranks; at most {MAX_HOSTS} and {MAX_RANKS} are started"
-        raise DataError(what, where=str(path), hint="Name from one host on.")
+        what = f"has {len(hosts)} hosts and {total} ranks; the limits are {MAX_HOSTS} and {MAX_RANKS}"
+        raise DataError(what, where=str(path), hint=f"List 1 to {MAX_HOSTS} hosts.")
     return hosts
 
 
@@ -164,12 +168,12 @@ def _failure(
     last = first + host.ranks - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     if code == NO_SSH:
-        what = f"ssh does not reach it, or lost it, with {ranks}"
+        what = f"ssh cannot connect, or lost the connection, with {ranks}"
     elif code is None:
         what = f"{ranks} did not end within {GRACE_SECONDS:.0f} s after the others"
     else:
         what = f"{ranks} ended with exit code {code}"
-    hint = f"Their output is above. Mend it, or take it out of {path}: the same command resumes on the hosts left."
+    hint = f"See their output above. Repair the host or remove it from {path}, then run the same command to resume."
     return RunError(f"{what}; the ranks of the other hosts were ended", where=host.login, hint=hint)
 
 

@@ -99,7 +99,7 @@ def _kept(device: Device, host: Host, file: Path) -> Sequence[TrialResult] | Non
     outcomes = known(device, host)
     if outcomes is not None:
         if file.exists():
-            what = "this machine, its driver or its software is not what the run began with"
+            what = "this machine, its driver or its software has changed since the run began"
             info(f"  {what}: kernels are chosen again, and numbers may differ in their last bits", style="yellow")
         kernel_trials.write(file, host, device.vendor, outcomes)
     return outcomes
@@ -239,7 +239,7 @@ def _report_attention(device: Device) -> None:
         info(f"  {what}: memory grows with the square of their length. {FIX}", style="yellow")
 
 
-FIX = "Take a shorter model.context_length, or ask `bloomery doctor` why kernels failed."
+FIX = "Set a shorter model.context_length, or run `bloomery doctor` to see why kernels failed."
 
 
 def _take_matmuls(outcomes: Sequence[TrialResult]) -> None:

@@ -487,7 +487,7 @@ def check(outcomes: Sequence[TrialResult]) -> None:
     selected = choose(outcomes)
     for outcome in outcomes:
         if outcome.status == "failed" and outcome.kernel not in selected and outcome.kernel not in REPLACEABLE:
-            what = f"{outcome.name} does not compute right numbers on this machine: {outcome.why}"
+            what = f"{outcome.name} computes wrong numbers on this machine: {outcome.why}"
             raise HardwareError(
-                what, hint='Ask `bloomery doctor`, which tries it again; device="cpu" trains meanwhile.'
+                what, hint='Run `bloomery doctor` to test it again, or set device="cpu" to train meanwhile.'
             )

@@ -98,7 +98,7 @@ def adopt(env: MutableMapping[str, str] | None = None) -> None:
     if size == 1:
         return
     if not (env.get("MASTER_ADDR") or hosts):
-        raise ConfigError(f"MASTER_ADDR is not set, and there are {size} processes", where="environment", hint=cure)
+        raise ConfigError(f"MASTER_ADDR is not set, but there are {size} processes", where="environment", hint=cure)
     env.setdefault("MASTER_ADDR", hosts)
     env.setdefault("MASTER_PORT", str(port_of(job)))
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size, "WORLD_SIZE": size}
@@ -159,7 +159,7 @@ def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Where the processes meet: host and port. Raises ConfigError where the launcher does not say so."""
     env = os.environ if env is None else env
     if not env.get("MASTER_ADDR"):
-        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is", where="environment", hint=CURE)
+        raise ConfigError("MASTER_ADDR is not set, but WORLD_SIZE is", where="environment", hint=CURE)
     return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
 
 
@@ -183,7 +183,7 @@ def busy() -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-CURE = "Start it with torchrun, srun, mpirun or `bloomery run --hosts`, or unset WORLD_SIZE."
+CURE = "Start the command with torchrun, srun, mpirun or `bloomery run --hosts`, or unset WORLD_SIZE."
 
 
 def cores() -> int:
@@ -194,8 +194,8 @@ def cores() -> int:
 def check_processes(count: int, where: str) -> None:
     """Raises HardwareError for more processes than this machine can do anything with. `where` is the setting."""
     if count > (most := PROCESSES_A_CORE * cores()):
-        what = f"{count} processes on {cores()} CPU cores: at most {most}, {PROCESSES_A_CORE} a core, are started"
-        raise HardwareError(what, where=where, hint=f"Say {where}={cores()}, or another number up to {most}.")
+        what = f"{count} processes on {cores()} CPU cores; the limit is {most}, {PROCESSES_A_CORE} per core"
+        raise HardwareError(what, where=where, hint=f"Set {where}={cores()}, or another number up to {most}.")
 
 
 def number(
@@ -208,5 +208,5 @@ def number(
     if text.isascii() and text.isdecimal() and len(text) < 10 and at_least <= int(text) < below:
         return int(text)
     said = f"{name}={text[:40]!r}" if name in env else f"{name} is not set"
-    what = f"{said}, where a whole number from {at_least} to {below - 1} is needed"
+    what = f"{said}, but must be an integer from {at_least} to {below - 1}"
     raise ConfigError(what, where="environment", hint=hint)

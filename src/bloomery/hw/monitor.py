@@ -76,7 +76,7 @@ class GpuMonitor:
         """GPU -> mean use and power, largest memory and temperature, since the last call; nothing where none came."""
         asked = self._asked
         if asked is not None and time.monotonic() - asked > 3 * ANSWER_SECONDS:
-            self._say("the library that reads GPUs does not answer; GPUs are no longer read")
+            self._say("the library that reads GPUs does not respond; GPUs are no longer monitored")
         with self._lock:
             since, self._since = self._since, {}
         return {
@@ -125,7 +125,7 @@ class GpuMonitor:
             if RANGES[name][0] <= value <= RANGES[name][1]:
                 plausible[name] = value
             else:
-                self._say(f"{gpu} says {name}={value:g}, which no GPU has; such numbers are left out")
+                self._say(f"{gpu} reports {name}={value:g}, which is impossible; such values are ignored")
         return plausible
 
     def _write(self, readings: Mapping[str, Reading]) -> None:
@@ -186,7 +186,7 @@ def _amdgpu(host: Host, cards: Sequence[str]) -> dict[str, Reading]:
         if (busy := _busy(host, card)) is not None
     }
     if not read:
-        raise _UnreadableError("amdgpu no longer shows its files")
+        raise _UnreadableError("the files of amdgpu are gone")
     return read
 
 
@@ -223,7 +223,7 @@ def _known(**values: tuple[Any, float]) -> Reading:
 def _answer(host: Host, command: Sequence[str]) -> str:
     reply = host.run(command, ANSWER_SECONDS)
     if reply.code is None:
-        raise _UnreadableError(f"{command[0]} did not answer within {ANSWER_SECONDS:.0f} s and was ended")
+        raise _UnreadableError(f"{command[0]} did not respond within {ANSWER_SECONDS:.0f} s and was stopped")
     if reply.code == 127:
         raise _UnreadableError
     if reply.code != 0:
@@ -236,14 +236,14 @@ def _json(host: Host, command: Sequence[str]) -> Any:
     try:
         return json.loads(text[max(0, min((text.find(mark) for mark in "[{" if mark in text), default=0)) :])
     except (ValueError, RecursionError):
-        raise _UnreadableError(f"{command[0]} answered {shorten(text.strip(), 60)!r}, which is no JSON") from None
+        raise _UnreadableError(f"{command[0]} answered {shorten(text.strip(), 60)!r}, which is not JSON") from None
 
 
 def _amd_smi(host: Host) -> dict[str, Reading]:
     tree = _json(host, ["amd-smi", "metric", "--usage", "--power", "--temperature", "--mem-usage", "--json"])
     rows = tree.get("gpu_data") if isinstance(tree, Mapping) else tree
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        raise _UnreadableError("amd-smi answered something else than a list of GPUs")
+        raise _UnreadableError("amd-smi did not answer with a list of GPUs")
     return {f"amd{row.get('gpu', index)}": _amd_smi_gpu(row) for index, row in enumerate(rows)}
 
 
@@ -266,7 +266,7 @@ def _rocm_smi(host: Host) -> dict[str, Reading]:
     words = ["--showuse", "--showmeminfo", "vram", "--showpower", "--showtemp", "--json"]
     tree = _json(host, ["rocm-smi", *words])
     if not isinstance(tree, Mapping):
-        raise _UnreadableError("rocm-smi answered something else than GPUs by name")
+        raise _UnreadableError("rocm-smi did not answer with GPUs by name")
     cards = {name: row for name, row in tree.items() if re.fullmatch(r"card\d+", name) and isinstance(row, Mapping)}
     return {f"amd{name[4:]}": _rocm_smi_card(row) for name, row in cards.items()}
 
@@ -289,7 +289,7 @@ def _nvidia_smi(host: Host) -> dict[str, Reading]:
     text = _answer(host, ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     if not rows or any(len(row) != 5 or not row[0].isdecimal() for row in rows):
-        raise _UnreadableError(f"nvidia-smi answered {shorten(text.strip(), 60)!r}, which is no table of GPUs")
+        raise _UnreadableError(f"nvidia-smi answered {shorten(text.strip(), 60)!r}, which is not a table of GPUs")
     names, factors = tuple(RANGES), (0.01, 2**20, 1, 1)
     return {
         f"nvidia{row[0]}": _known(**dict(zip(names, zip(row[1:], factors, strict=True), strict=True))) for row in rows

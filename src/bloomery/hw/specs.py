@@ -173,12 +173,16 @@ def named(name: str, memory_bytes: int | None = None) -> Entry:
     if entries and (len(entries) == 1 or memory_bytes):
         return _nearest(entries, memory_bytes or 0)
     if entries:
-        hint = f"Say {' or '.join(entry.key for entry in entries)}."
-        raise HardwareError(f"{name!r} is the name of several devices, with different memory", hint=hint)
+        hint = f"Use {' or '.join(entry.key for entry in entries)}."
+        raise HardwareError(f"{name!r} is the name of several devices with different memory", hint=hint)
     keys = [entry.key for entry in CATALOG]
     near = [key for key in keys if query and query in _letters(key)] or difflib.get_close_matches(name.lower(), keys)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(keys)}. Or say --memory SIZE."
-    raise HardwareError(f"no device {name!r} is known", hint=hint)
+    hint = (
+        f"Did you mean {' or '.join(near)}?"
+        if near
+        else f"Known devices: {', '.join(keys)}. For any other, set --memory SIZE."
+    )
+    raise HardwareError(f"the device {name!r} is not known", hint=hint)
 
 
 def of_device(name: str, memory_bytes: int = 0) -> Entry | None:

@@ -130,7 +130,7 @@ def fresh_command(host: Host) -> tuple[Command, str]:
     maker = maker_to_serve(gpus)
     usual = (host.python, "-m", "pip", "install", f"torch{BOUNDS}")
     if maker == "hygon":
-        raise HardwareError("this machine has a Hygon DCU, which no public torch wheel serves", hint=DTK_ADVICE)
+        raise HardwareError("this machine has a Hygon DCU, which no public torch wheel supports", hint=DTK_ADVICE)
     if maker == "nvidia":
         return _for_nvidia(host, usual, [gpu.name for gpu in gpus if gpu.maker == "nvidia"])
     if maker != "amd":
@@ -183,9 +183,7 @@ def install_command(host: Host) -> Choice:
     if not have.new_enough:
         if have.from_vendor:
             what = f"torch {have.version} is a vendor's own build, and Bloomery needs torch{BOUNDS}"
-            hint = (
-                "It is left as it is. Take a newer image or release of that vendor, or use a new virtual environment."
-            )
+            hint = "Nothing was changed. Use a newer image or release of that vendor, or a new virtual environment."
             raise HardwareError(what, where=str(host.torch), hint=DTK_ADVICE if have.built_for == "hygon" else hint)
         command, why = fresh_command(host)
         return Choice(command=command, why=f"torch {have.version} is too old; {why}")

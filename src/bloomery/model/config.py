@@ -327,7 +327,7 @@ class ModelConfig(Config):
         name, own = raw["preset"], {key: value for key, value in raw.items() if key != "preset"}
         if name and name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
+            hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(PRESETS)}"
             raise ValueError(f"there is no preset {name!r}; {hint}")
         return (PRESETS[name].config if name else {}) | own
 
@@ -337,7 +337,7 @@ class ModelConfig(Config):
         if (weights := self.num_layers * self.hidden_size * (heads + 2 * self.intermediate_size)) > MAX_WEIGHTS:
             raise ValueError(
                 f"num_layers {self.num_layers:,}, hidden_size {self.hidden_size:,} and intermediate_size "
-                f"{self.intermediate_size:,} are about {weights:.1e} weights; no model has more than {MAX_WEIGHTS:.0e}"
+                f"{self.intermediate_size:,} give about {weights:.1e} weights; the limit is {MAX_WEIGHTS:.0e}"
             )
         return self
 
@@ -345,16 +345,14 @@ class ModelConfig(Config):
     def _fits_together(self) -> "ModelConfig":
         if self.head_dim is None and (self.hidden_size % self.num_heads or self.hidden_size < self.num_heads):
             raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}, or head_dim given"
+                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}; else set head_dim"
             )
         if self.position_embedding == "rope" and self.head_size % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+            raise ValueError(f'position_embedding="rope" needs an even head_dim, not {self.head_size}')
         if self.position_embedding != "rope":
             for name in ("rope_scaling", "rope_layers", "rope_local_theta", "partial_rotary_factor"):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} is for rotary positions, and position_embedding is {self.position_embedding!r}"
-                    )
+                    raise ValueError(f'{name} needs position_embedding="rope", not {self.position_embedding!r}')
         elif self.rotary_size % 2 or not self.rotary_size:
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} rotates {self.rotary_size} of "
@@ -366,7 +364,7 @@ class ModelConfig(Config):
         if self.parallel_residual and self.norm_order != "before":
             raise ValueError(f"parallel_residual needs norm_order='before', not {self.norm_order!r}")
         if self.normalize_head and self.tie_embeddings:
-            raise ValueError("normalize_head needs a head of its own: tie_embeddings=false")
+            raise ValueError("normalize_head needs a separate output matrix: set tie_embeddings=false")
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"yarn divides by the logarithm of rope_theta {self.rope_theta}, which must be above 1")
         if self.num_heads % self.num_kv_heads:
@@ -381,7 +379,7 @@ class ModelConfig(Config):
         if self.context_length > scaling.original_context_length:
             raise ValueError(
                 f"context_length {self.context_length:,} is beyond original_context_length "
-                f"{scaling.original_context_length:,} of longrope; longer contexts are not computed"
+                f"{scaling.original_context_length:,} of longrope; longer contexts are not supported"
             )
         if scaling.original_context_length < 2:
             raise ValueError("original_context_length of longrope must be above 1, because its logarithm divides")
@@ -497,9 +495,7 @@ class Lora(Config):
     @model_validator(mode="after")
     def _drops_nothing_of_a_direction(self) -> "Lora":
         if self.dora and self.dropout:
-            raise ValueError(
-                f"dora computes with whole rows, and dropout={self.dropout:g} leaves out some: set it to 0"
-            )
+            raise ValueError(f"dora needs whole rows, but dropout={self.dropout:g} drops part of them: set dropout=0")
         return self
 
     @property
@@ -559,10 +555,10 @@ def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not any(_named(name, pattern) for name in names):
             near = ", ".join(dict.fromkeys(_within(name) for name in names))
-            what = f"the target {pattern!r} names no matrix of this model"
+            what = f"the target {pattern!r} matches no matrix of this model"
             within = {_within(name) for name in names}
             others = ", ".join(name for name, ours in NAMES.items() if any(_fits(one, ours) for one in within))
-            hint = f"Each of its blocks has {near}. Other names for them: {others}."
+            hint = f"Use the matrices of a block: {near}. Other names for them: {others}."
             raise DataError(what, where="lora.target_modules", hint=hint)
     return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
 
@@ -572,8 +568,10 @@ def _named(name: str, pattern: str) -> bool:
         try:
             expression = re.compile(pattern.removeprefix(EXPRESSION))
         except re.error as error:
-            what = f"the target {pattern!r} is no regular expression: {error}"
-            raise DataError(what, where="lora.target_modules", hint="Write it as in Python.") from None
+            what = f"the target {pattern!r} is not a regular expression: {error}"
+            raise DataError(
+                what, where="lora.target_modules", hint="Use Python's syntax for regular expressions."
+            ) from None
         return bool(expression.fullmatch(name) or expression.fullmatch(_within(name)))
     return fnmatchcase(name, pattern) or _fits(_within(name), NAMES.get(pattern, (pattern,)))
 

@@ -189,7 +189,7 @@ def int4_groups(weight: Float[Tensor, "R D"]) -> tuple[UInt8[Tensor, "R G 16"], 
     groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
     low, high = groups.amin(2), groups.amax(2)
     if (largest := float(torch.maximum(high, -low).max())) > LARGEST:
-        what = f"the largest weight is {largest:.3g}, and int4 holds up to {LARGEST:,.0f}"
+        what = f"the largest weight is {largest:.3g}, but int4 holds at most {LARGEST:,.0f}"
         raise ConfigError(what, hint="Load the model with --dtype bfloat16.")
     # Factors are rounded up, so that the largest number of a group keeps the last code.
     low = low.half().float()

@@ -124,7 +124,7 @@ def load(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        hint = "Remove the folder of its stage and run the recipe again."
+        hint = "Remove its stage folder and run the recipe again."
         raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from None
     assert table.dtype == dtype, f"{path} holds {table.dtype}"
     array: NDArray[Any] = table

@@ -53,14 +53,14 @@ class Anneal(Config):
     @model_validator(mode="after")
     def _one_size_and_one_weight_a_domain(self) -> "Anneal":
         if (self.tokens is None) == (self.fraction is None):
-            raise ValueError("give either tokens or fraction, so that it is known how large the anneal mix is")
+            raise ValueError("set either tokens or fraction: one of them gives the size of the anneal mix")
         no_domain_twice("anneal.weights", [weight.domain for weight in self.weights])
         return self
 
 
 def no_domain_twice(key: str, domains: list[str]) -> None:
     if twice := repeated(domains):
-        raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
+        raise ValueError(f"{key} has the domain {', '.join(map(repr, twice))} twice; remove one of them")
 
 
 MAX_EPOCHS = "max_epochs"
@@ -104,7 +104,7 @@ def quotas(sizes: Mapping[str, int], asks: Sequence[MixTarget], tokens: int | No
     for ask in asks:
         if not sizes.get(ask.domain):
             known = ", ".join(sorted(sizes)) or "none"
-            raise DataError(f"no documents of domain {ask.domain!r} are left", hint=f"Domains here: {known}.")
+            raise DataError(f"no documents of domain {ask.domain!r} are left", hint=f"Use one of the domains {known}.")
     total = sum(Fraction(ask.weight) for ask in asks)
     shares = {ask.domain: Fraction(ask.weight) / total for ask in asks}
     most = {ask.domain: sizes[ask.domain] * Fraction(ask.max_epochs) for ask in asks}

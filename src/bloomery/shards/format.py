@@ -113,8 +113,8 @@ def write_pieces(
     header = np.zeros(HEADER_INTS, dtype="<i4")
     file, index_file = _named(path, ".bin"), _named(path, ".json")
     if num_tokens > MOST_TOKENS:
-        what = f"{num_tokens:,} tokens are more than the header of a token file counts ({MOST_TOKENS:,})"
-        raise DataError(what, where=str(file), hint="Write more shards of fewer tokens each: shard.shard_tokens.")
+        what = f"{num_tokens:,} tokens are more than the header of a token file allows ({MOST_TOKENS:,})"
+        raise DataError(what, where=str(file), hint="Lower shard.shard_tokens to write more and smaller shards.")
     header[:3] = magic, version, num_tokens
     index_file.unlink(missing_ok=True)  # an earlier index must not vouch for these files
     digest = hashlib.sha256(header.tobytes())
@@ -124,7 +124,7 @@ def write_pieces(
         opened.write(header.tobytes())
         for tokens, begins in pieces:
             if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-                raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are outside of a vocabulary of {vocab_size}")
+                raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are outside the vocabulary of {vocab_size}")
             data = np.ascontiguousarray(tokens, dtype=kind).data
             opened.write(data)
             digest.update(data)
@@ -221,23 +221,25 @@ def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False)
         raise DataError(
             f"was made with tokenizer {index['tokenizer'][:8]}, not {tokenizer_hash[:8]}",
             where=str(file),
-            hint="Make the shards again with this tokenizer, or use theirs.",
+            hint="Repeat the stage shard with this tokenizer, or use the tokenizer of the shards.",
         )
     vouched = {*index["sha256"], *index.get("edges", ())}
     if file.name not in vouched or not vouched <= {file.name, mask_file.name}:
         raise DataError(f"is the index of {', '.join(sorted(vouched))}", where=str(index_file), hint=_AGAIN)
     tokens = read_tokens(file)
     if len(tokens) != index["tokens"]:
-        raise DataError(f"holds {len(tokens)} tokens, its index says {index['tokens']}", where=str(file), hint=_AGAIN)
+        raise DataError(
+            f"holds {len(tokens)} tokens, but its index says {index['tokens']}", where=str(file), hint=_AGAIN
+        )
     mask = read_mask(mask_file, len(tokens)) if mask_file.name in index["sha256"] else None
     for name, expected in index.get("edges", {}).items():
         if _edges(path.parent / name) != expected:
-            what = "begins or ends with other bytes than its index says"
+            what = "begins or ends with bytes that differ from its index"
             raise DataError(what, where=str(path.parent / name), hint=_AGAIN)
     if verify:
         for name, expected in index["sha256"].items():
             if cache.changed(path.parent, {name: expected}):
-                raise DataError("has another sha256 than its index says", where=str(path.parent / name), hint=_AGAIN)
+                raise DataError("has a sha256 that differs from its index", where=str(path.parent / name), hint=_AGAIN)
     return TokenFile(path=path, tokens=tokens, mask=mask, starts=starts, index=index)
 
 
@@ -262,7 +264,7 @@ class ShardIndex(TypedDict):
 def _read_index(file: Path) -> tuple[dict[str, Any], NDArray[np.int64]]:
     """An index without its starts, and these."""
     if not file.exists():
-        hint = "It was not finished. Run its stage again."
+        hint = "The shard is incomplete. Run its stage again."
         raise DataError("the shard has no index", where=str(file), hint=hint)
     tokens = file.with_suffix(".bin")
     most = MAX_INDEX_BYTES + BYTES_PER_START * (tokens.stat().st_size // 2 if tokens.is_file() else 0)
@@ -270,12 +272,12 @@ def _read_index(file: Path) -> tuple[dict[str, Any], NDArray[np.int64]]:
     starts = np.array(index.pop("starts"), dtype=np.int64)
     edges = np.concatenate((np.zeros(1, np.int64), starts, np.array([index["tokens"]], np.int64)))
     if np.any(edges[1:] < edges[:-1]):
-        what = f"is no index: starts: do not rise from 0 up to its {index['tokens']} tokens"
+        what = f"is not an index: starts do not rise from 0 up to its {index['tokens']} tokens"
         raise DataError(what, where=str(file), hint=_AGAIN)
     return index, starts
 
 
-_AGAIN = "It is damaged. Remove the folder of its stage and run the recipe again."
+_AGAIN = "The file is damaged. Remove its stage folder and run the recipe again."
 
 
 def read_tokens(file: Path, *, hint: str = _AGAIN) -> Tokens:
@@ -292,14 +294,16 @@ def read_tokens(file: Path, *, hint: str = _AGAIN) -> Tokens:
     if not kinds:
         other = OTHERS.get(int(header[0]))
         what = f"begins with {header[0]} and {header[1]}, which is {other or 'no token file'}"
-        raise DataError(what, where=str(file), hint="Known are 20240520/1 (uint16) and 20240801/7 (uint32).")
+        raise DataError(
+            what, where=str(file), hint="Use a file with the header 20240520/1 (uint16) or 20240801/7 (uint32)."
+        )
     kind, count = kinds[0], int(header[2])
     if (held := (size - HEADER_BYTES) // kind.itemsize) > MOST_TOKENS:
-        what = f"holds {held:,} tokens, more than its header can count ({MOST_TOKENS:,}): it says {count:,}"
-        raise DataError(what, where=str(file), hint="Write it again as several files of fewer tokens each.")
+        what = f"holds {held:,} tokens, more than its header allows ({MOST_TOKENS:,}): it says {count:,}"
+        raise DataError(what, where=str(file), hint="Split it into several files.")
     if size != HEADER_BYTES + count * kind.itemsize:
         expected = HEADER_BYTES + count * kind.itemsize
-        raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), hint=hint)
+        raise DataError(f"has {size} bytes, but {count} tokens need {expected}", where=str(file), hint=hint)
     return np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES) if count else np.zeros(0, dtype=kind)
 
 

@@ -91,10 +91,10 @@ def adopt(
         ]
         counts[split] = (sum(one["tokens"] for one in indexes), sum(one["documents"] for one in indexes))
         if not (filled := [one for one in sources if len(one.tokens)]):
-            raise DataError(f"holds no token for {split}", where=str(folder), hint=_AGAIN)
+            raise DataError(f"holds no tokens for {split}", where=str(folder), hint=_AGAIN)
         if counts[split][1] == len(filled) and all(one.tokens[0] != meaning.document_id for one in filled):
-            what = f"the token {meaning.document_id}, which shall stand between documents, is nowhere in {split}"
-            hint = "Say which one does (document_id), or use the tokenizer that the files were made with."
+            what = f"the token {meaning.document_id}, which should separate documents, does not occur in {split}"
+            hint = "Set document_id to the separator, or use the tokenizer that made the files."
             raise DataError(what, where=str(folder), hint=hint)
     return {
         "tokens": counts["train"][0],
@@ -124,24 +124,24 @@ def find(
         for file in binaries:
             named = [split for split in SPLITS if split in file.stem.lower()]
             if len(named) != 1:
-                what = "is named neither as for training nor as for validation"
-                raise DataError(what, where=str(file), hint="Put train or val into its name, or take it away.")
+                what = "has neither train nor val in its name"
+                raise DataError(what, where=str(file), hint="Add train or val to its name, or remove the file.")
             by_split[named[0]].append(_source(file, headerless))
     if lacking := [split for split in SPLITS if not by_split[split]]:
-        hint = "Both training and validation need one, as fineweb_train_000001.bin and fineweb_val_000000.bin."
+        hint = "Add one for each split, such as fineweb_train_000001.bin and fineweb_val_000000.bin."
         raise DataError(f"holds no file for {lacking[0]}", where=str(folder), hint=hint)
     return by_split
 
 
 def _binaries(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        hint = "Name the folder of the token files: shard.imported.folder."
+        hint = "Set shard.imported.folder to the folder of the token files."
         if folder.exists():
-            raise DataError("is a file, and no folder", where=str(folder), hint=hint)
+            raise DataError("is a file, not a folder", where=str(folder), hint=hint)
         raise UnreachableError("there is no such folder", where=str(folder), hint=hint)
     files = sorted(folder.glob("*.bin"))
     if not files:
-        raise DataError("holds no .bin files", where=str(folder), hint="Name a folder of token files.")
+        raise DataError("holds no .bin files", where=str(folder), hint="Give a folder of token files.")
     return files
 
 
@@ -155,17 +155,17 @@ def _bare(file: Path, kind: Any) -> Tokens:
     """The numbers of a file that holds nothing else, memory-mapped."""
     size = file.stat().st_size
     if size == 0 or size % kind.itemsize:
-        what = f"has {size} bytes, which is no number of tokens of {kind.itemsize} bytes"
+        what = f"has {size} bytes, not a multiple of {kind.itemsize} bytes a token"
         raise DataError(what, where=str(file), hint=_AGAIN)
     with file.open("rb") as opened:
         head = int.from_bytes(opened.read(4), "little")
     if head in (*format.OTHERS, *(magic for magic, *_ in format.KINDS.values())):
-        raise DataError(f"begins with {head}: it has a header", where=str(file), hint="Leave headerless out.")
+        raise DataError(f"begins with {head}: it has a header", where=str(file), hint="Remove headerless.")
     tokens = np.memmap(file, dtype=kind, mode="r")
     first, second = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
     if kind.itemsize == 2 and len(second) > A_FEW and first.any() and not second.any():
-        what = f"every second one of its tokens is 0: it has four bytes a token, and not {kind.itemsize}"
-        raise DataError(what, where=str(file), hint='Say uint32: headerless = "uint32", or dtype in a meta.yaml.')
+        what = f"every second token is 0: it has four bytes a token, not {kind.itemsize}"
+        raise DataError(what, where=str(file), hint='Set headerless = "uint32", or dtype in meta.yaml.')
     return tokens
 
 
@@ -190,8 +190,8 @@ def _rows(folder: Path, tokenizer: Tokenizer, tokenizer_file: str) -> dict[str, 
         }
         for name, number in there.items():
             if (said := meta.get(name)) not in (None, number):
-                what = f"says {name}: {said!r}, and there are {number}"
-                raise DataError(what, where=str(file), hint="A file is missing, or one is of another corpus.")
+                what = f"says {name}: {said!r}, but there are {number}"
+                raise DataError(what, where=str(file), hint="Add the missing files, or remove files of another corpus.")
     return by_split
 
 
@@ -202,7 +202,7 @@ def _rows_of(folder: Path, split: str, kind: Any, row: int, *, masked: bool) -> 
             continue
         tokens = _bare(file, kind)
         if len(tokens) % row:
-            what = f"holds {len(tokens)} tokens, which are no rows of {row}"
+            what = f"holds {len(tokens)} tokens, not a multiple of {row} a row"
             raise DataError(what, where=str(file), hint=_AGAIN)
         mask = file.with_name(file.name.replace(f"{split}_", f"{split}_mask_"))
         marks = format.read_mask(mask, len(tokens), hint=_AGAIN) if masked else None
@@ -214,8 +214,8 @@ def _same_vocabulary(meta: Mapping[str, Any], file: Path, tokenizer: Tokenizer) 
     """Our tokenizer may have more token IDs only by the special tokens that the import added."""
     size = int(meta["vocab_size"] or 0)
     if size not in _own_sizes(tokenizer):
-        what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} token IDs"
-        hint = f"They were made with the tokenizer {meta.get('tokenizer')!r}: import that one."
+        what = f"the files have a vocabulary of {size}, but this tokenizer has {tokenizer.vocab_size} token IDs"
+        hint = f"Import the tokenizer that made them: {meta.get('tokenizer')!r}."
         raise DataError(what, where=str(file), hint=hint)
 
 
@@ -240,8 +240,8 @@ def _same_name(meta: Mapping[str, Any], file: Path, tokenizer_file: str) -> None
         own = f"{ours.name!r}" if tokenizer_file else "no imported file"
         info(f"shard: {file} {named}, and this run's is of {own}: only the number of token IDs was compared", "yellow")
     elif theirs.name != ours.name:
-        hint = f"Import {theirs.name}; if {ours.name} is the same, give the file that name."
-        what = f"the rows were made with the tokenizer {theirs.name!r}, and this run has {ours.name!r}"
+        hint = f"Import {theirs.name}. If {ours.name} is the same, rename it."
+        what = f"the rows were made with the tokenizer {theirs.name!r}, but this run has {ours.name!r}"
         raise DataError(what, where=str(file), hint=hint)
 
 
@@ -250,8 +250,8 @@ def _masks_are_told(meta: Mapping[str, Any], folder: Path) -> None:
     said = meta.get("has_loss_mask")
     there = [mask for split in SPLITS for mask in sorted(folder.glob(f"{split}_mask_*.bin"))]
     if there and not said:
-        what = f"says {'nothing of' if said is None else 'false for'} has_loss_mask, and {there[0].name} exists"
-        hint = "Write has_loss_mask: true, or take the masks away if all tokens shall be learned."
+        what = f"{'lacks has_loss_mask' if said is None else 'says has_loss_mask: false'}, but {there[0].name} exists"
+        hint = "Write has_loss_mask: true. If all tokens are in the loss, remove the mask files instead."
         raise DataError(what, where=str(folder / META), hint=hint)
 
 
@@ -270,8 +270,8 @@ def read_meta(file: Path) -> dict[str, int | bool | str | None]:
             continue
         key, colon, value = line.partition(":")
         if not colon or not key.isidentifier() or value[:1] not in ("", " ") or key in facts:
-            hint = "Only lines of the form `key: value` are read."
-            raise DataError(f"{line!r} is no key and value", where=f"{file}:{number}", hint=hint)
+            hint = "Write each line as `key: value`."
+            raise DataError(f"{line!r} is not a key and a value", where=f"{file}:{number}", hint=hint)
         facts[key] = _scalar(value.strip())
     for name in ("pack_len", "vocab_size"):
         if type(facts.get(name)) is not int or int(str(facts[name])) < 1:
@@ -281,8 +281,8 @@ def read_meta(file: Path) -> dict[str, int | bool | str | None]:
     if not isinstance(masked := facts.get("has_loss_mask"), bool | None):
         raise DataError(f"has_loss_mask is {masked!r}, not true or false", where=str(file), hint=_META)
     if (read := facts.get("seq_len")) not in (None, int(str(facts["pack_len"])) - 1):
-        what = f"seq_len is {read!r} and pack_len {facts['pack_len']}, which is not one more"
-        raise DataError(what, where=str(file), hint="Correct the one that is wrong, or make the rows again.")
+        what = f"seq_len is {read!r}, but pack_len is {facts['pack_len']}, not one more"
+        raise DataError(what, where=str(file), hint="Correct the wrong value, or pack the rows again.")
     return facts
 
 
@@ -343,14 +343,12 @@ def _pieces(source: ForeignTokenFile, meaning: Meaning) -> Iterator[tuple[Tokens
     """
     where = str(source.path)
     if source.tokens.dtype.itemsize == 2 and meaning.vocab_size > 2**16:
-        what = f"has two bytes a token, too few for the {meaning.vocab_size:,} token IDs of this tokenizer"
+        what = f"has two bytes a token, too few for this tokenizer's {meaning.vocab_size:,} token IDs"
         raise DataError(what, where=where, hint=_TOKENIZER)
     for first in range(0, len(source.tokens), BLOCK_TOKENS):
         block = source.tokens[first : first + BLOCK_TOKENS]
         if (highest := int(block.max())) >= meaning.vocab_size:
-            what = (
-                f"token {first + int(block.argmax()):,} is {highest}, outside of a vocabulary of {meaning.vocab_size}"
-            )
+            what = f"token {first + int(block.argmax()):,} is {highest}, outside the vocabulary of {meaning.vocab_size}"
             raise DataError(what, where=where, hint=_TOKENIZER)
         begins = np.flatnonzero(block == meaning.document_id)
         if first == 0 and (len(begins) == 0 or begins[0] != 0):
@@ -358,7 +356,7 @@ def _pieces(source: ForeignTokenFile, meaning: Meaning) -> Iterator[tuple[Tokens
         yield block, begins.astype(np.int64)
 
 
-_TOKENIZER = "Use the tokenizer that the file was made with."
+_TOKENIZER = "Use the tokenizer that made the file."
 
 
 def _link(source: Path, target: Path) -> None:

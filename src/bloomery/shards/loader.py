@@ -101,7 +101,7 @@ class PackedDataset:
         paths = format.names(folder, split)
         if not paths:
             never = split == "val" and format.names(folder, "train")
-            hint = "No validation split: set shard.val_fraction above 0." if never else "Run the stage before again."
+            hint = "Set shard.val_fraction above 0." if never else "Run the previous stage again."
             raise DataError(f"there are no shards {split}-*.bin", where=str(folder), hint=hint)
         self.length = length
         self._shards = [format.read(path, tokenizer_hash=tokenizer_hash, verify=verify) for path in paths]
@@ -111,16 +111,16 @@ class PackedDataset:
         kind, *others = [[s.index.get(key) for key in ("layout", "document_id", "row_tokens")] for s in self._shards]
         for path, other in zip(paths[1:], others, strict=True):
             if other != kind:
-                what = f"is made of {other}, and {paths[0].name} of {kind} (layout, opening token, tokens of a row)"
-                raise DataError(what, where=str(path), hint="Run the stage before again, in an empty folder.")
+                what = f"has {other}, but {paths[0].name} has {kind} (layout, opening token, tokens per row)"
+                raise DataError(what, where=str(path), hint="Run the previous stage again, in an empty folder.")
         layout, document, row = kind
         if not isinstance(document, int):
-            raise DataError("its index names no document_id", where=str(paths[0]), hint="Run the stage before again.")
+            raise DataError("its index names no document_id", where=str(paths[0]), hint="Run the previous stage again.")
         self._document, self._packed = document, layout == "rows"
         self._stride = length + 1 if layout == "rows" else length
         if layout == "rows" and row != length + 1:
             raise DataError(
-                f"rows have {row} tokens, {length + 1} are wanted", where=str(folder), hint="Pack them again."
+                f"rows have {row} tokens, but {length + 1} are needed", where=str(folder), hint="Pack them again."
             )
         counts = [max(0, (len(s.tokens) - (length + 1)) // self._stride + 1) for s in self._shards]
         self._ends = np.cumsum(counts)
@@ -132,7 +132,7 @@ class PackedDataset:
         have = f"{max(len(shard.tokens) for shard in self._shards)} tokens"
         have += f" in the longest of {len(self._shards)} shards" if len(self._shards) > 1 else ""
         name = f"{SPLITS.get(split, split)} ({split}-*.bin)"
-        what = f"{name} is too small: {have} are fewer than one sample of {self.length + 1}"
+        what = f"{name} is too small: {have} tokens are fewer than one sample of {self.length + 1}"
         more = "Raise shard.val_fraction, fetch" if split == "val" else "Fetch"
         hint = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
         return DataError(what, where=str(folder), hint=f"{hint}, or lower pretrain.model.context_length.")

@@ -202,10 +202,10 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     why = sorter.why(out)
     if not sorter.kept["train"]:
         hint = why or "Add conversations, or lower instruct.val_fraction."
-        raise DataError("no conversation is left to train on", where="instruct", hint=hint)
+        raise DataError("no conversations are left to train on", where="instruct", hint=hint)
     if not sorter.kept["val"]:
         hint = f"Raise instruct.val_fraction, or add conversations. {why}".rstrip()
-        raise DataError("no conversation is left for validation", where="instruct", hint=hint)
+        raise DataError("no conversations are left for validation", where="instruct", hint=hint)
     if why:
         info(f"instruct: {why}", "yellow")
     rows = {
@@ -226,7 +226,7 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
     words = resolve("bloomery.weights.hf:language")(model)
     if template is None:
         if words.chat is None:
-            hint = f"Name one: instruct.chat_template, one of {', '.join(TEMPLATES)}."
+            hint = f"Set instruct.chat_template to one of {', '.join(TEMPLATES)}."
             raise DataError("the model has no chat template", where=str(model), hint=hint)
         chat: ChatRenderer = words.chat
         return chat
@@ -235,8 +235,8 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
         if any((model / name).exists() for name in ("bloomery.json", "adapter_config.json")):
             what = f"its tokenizer lacks {', '.join(missing)} of the chat template {template!r}"
             hint = (
-                "Leave instruct.chat_template out, or take a template whose tokens it has. "
-                "Bloomery adds tokens only to folders of transformers and to GGUF files."
+                "Remove instruct.chat_template, or set a template whose tokens it has. "
+                "Bloomery adds tokens only to transformers folders and GGUF files."
             )
             raise DataError(what, where=str(model), hint=hint)
         info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
@@ -374,7 +374,7 @@ def fit(
         return ReadError("not_in_the_template", 0, what)
     answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_turns]
     if not answers:
-        return ReadError("nothing_to_learn", 0, "no message is the assistant's")
+        return ReadError("nothing_to_learn", 0, "it has no assistant message")
     fitting, too_long = 0, len(answers) + 1
     best: Rendered | None = None
     tried = len(answers)

@@ -186,7 +186,7 @@ class TooLongError(DataError):
     """A conversation or text that does not fit into the context of a model."""
 
 
-SHORTER = "Begin a new conversation, or leave out its oldest messages."
+SHORTER = "Start a new conversation, or remove the oldest messages."
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Renderer:
             if what := message_problem(message):
                 raise DataError(what, where=f"message {number}")
         if problem := self.template.trouble(messages):
-            hint = "Choose another one in instruct.chat_template, or leave such messages out."
+            hint = "Set another instruct.chat_template, or remove such messages."
             raise DataError(problem[1], where=f"message {problem[0] + 1}", hint=hint)
         template, line = self.template, _Line(self.tokenizer, self.template, self._special, max_tokens)
         line.put(template.opening)
@@ -307,7 +307,7 @@ def renderer_named(tokenizer: Tokenizer, name: str) -> Renderer:
     DataError where the tokenizer lacks one.
     """
     if name not in TEMPLATES:
-        raise DataError(f"there is no template {name!r}", hint=f"Take one of {', '.join(TEMPLATES)}.")
+        raise DataError(f"there is no template {name!r}", hint=f"Use one of {', '.join(TEMPLATES)}.")
     return Renderer(tokenizer.promoted(TEMPLATES[name].special), TEMPLATES[name])
 
 
@@ -359,7 +359,7 @@ class _Line:
         ids = self._tokenizer.encode_within(text, self._max_tokens - len(self._ids))
         if isinstance(ids, int):
             least = len(self._ids) + ids
-            what = f"the conversation takes at least {least} tokens, and the model has a context of {self._max_tokens}"
+            what = f"the conversation has at least {least} tokens, but the model's context is {self._max_tokens}"
             raise TooLongError(what, where="messages", hint=SHORTER)
         return ids
 
@@ -388,7 +388,7 @@ def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
         answer = template.lead + content
         if answer and tokenizer.encode(text + answer) != before + tokenizer.encode(answer):
             raise DataError(
-                f"the template {template.name!r} writes {text!r} before an answer, and the tokenizer cuts that text in "
-                f"another way where {answer!r} follows: training and serving would differ",
-                hint='Take a template that has a special token there ("bloomery"), or another tokenizer.pattern.',
+                f"the template {template.name!r} writes {text!r} before an answer, and the tokenizer splits that text "
+                f"differently before {answer!r}: training and serving would differ",
+                hint='Use a template with a special token there ("bloomery"), or another tokenizer.pattern.',
             )

@@ -42,7 +42,7 @@ class SampledText(Config):
     def _one_weight_a_domain(self) -> "SampledText":
         names = [share.domain for share in self.weights]
         if twice := repeated(names):
-            raise ValueError(f"weights names the domain {twice[0]!r} twice; leave one of the two")
+            raise ValueError(f"weights has the domain {twice[0]!r} twice; remove one of them")
         return self
 
 

@@ -93,18 +93,18 @@ def prepared(spec: Mapping[str, Any]) -> Quick:
     plain = not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
     as_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     if not plain or spec["pre_tokenizer"] or model.get("ignore_merges") or not {SPACE, *as_bytes} <= vocab.keys():
-        raise UnfitError("the tokenizer is no SentencePiece BPE with byte fallback")
+        raise UnfitError("the tokenizer is not SentencePiece BPE with byte fallback")
     special = {token["content"] for token in spec["added_tokens"] if token["special"]} | {model.get("unk_token")}
     symbols = [token["content"] for token in spec["added_tokens"] if not token["special"]]
     if (first and symbols) or any(len(symbol) > 1 or symbol in (" ", SPACE) for symbol in symbols):
-        raise UnfitError(f"the tokenizer takes {symbols[0]!r} out of text before it looks at pieces")
+        raise UnfitError(f"the tokenizer splits {symbols[0]!r} off before it looks at pieces")
     letters = [name for name in vocab if len(name) == 1]
     if odd := special.intersection(letters):
         raise UnfitError(f"the special token {min(odd)!r} is one character")
     pieces = _in_order(model, vocab)
     within = re.compile(f"[^{SPACE}]{SPACE}|[{re.escape(''.join(symbols))}]" if symbols else f"[^{SPACE}]{SPACE}")
     if reaching := next((piece for piece in pieces if within.search(piece)), None):
-        raise UnfitError(f"the piece {reaching!r} reaches over a space or a symbol")
+        raise UnfitError(f"the piece {reaching!r} crosses a space or a symbol")
     table = {bytes([byte]): [vocab[name]] for byte, name in enumerate(as_bytes)}
     table |= {letter.replace(SPACE, " ").encode(): [vocab[letter]] for letter in letters if letter.isascii()}
     wide = sorted((letter.replace(SPACE, " ").encode(), vocab[letter]) for letter in letters if not letter.isascii())
@@ -223,7 +223,7 @@ def _how(tokenizer: Tokenizer) -> Quick:
     if spec["normalizer"] is not None:
         raise UnfitError("the tokenizer changes text before it encodes it")
     if added := [token["content"] for token in spec["added_tokens"] if not token["special"]]:
-        raise UnfitError(f"the tokenizer takes {added[0]!r} out of text before it looks at words")
+        raise UnfitError(f"the tokenizer splits {added[0]!r} off before it looks at words")
     pattern = _pattern(spec["pre_tokenizer"])
     ranks, ids = _ranks(spec["model"], {token["content"] for token in spec["added_tokens"]})
     return Quick(PATTERNS[name].quick if (name := named(pattern)) else pattern, ranks, ids)
@@ -233,7 +233,7 @@ def _encoding(how: Quick) -> tiktoken.Encoding:
     try:
         return tiktoken.Encoding("quick", pat_str=how.pattern, mergeable_ranks=how.ranks, special_tokens=NEVER)
     except ValueError as error:
-        raise UnfitError(f"tiktoken does not take its pattern: {error}") from None
+        raise UnfitError(f"tiktoken does not accept its pattern: {error}") from None
 
 
 def _pattern(splitter: Mapping[str, Any] | None) -> str:
@@ -247,7 +247,7 @@ def _pattern(splitter: Mapping[str, Any] | None) -> str:
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
         ]:
             return regex
-    raise UnfitError("the tokenizer does not cut words by one pattern, as byte-level BPE does")
+    raise UnfitError("the tokenizer does not split words by one pattern, as byte-level BPE does")
 
 
 def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int], Ids | None]:
@@ -256,7 +256,7 @@ def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int
     letters = byte_letters()
     plain = not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
     if model["type"] != "BPE" or not plain or model.get("byte_fallback"):
-        raise UnfitError("the tokenizer is no byte-level BPE")
+        raise UnfitError("the tokenizer is not byte-level BPE")
     if missing := [byte for byte, letter in letters.items() if letter not in vocab]:
         raise UnfitError(f"the vocabulary lacks the byte {missing[0]:#04x}")
     merges = [(left, right) for left, right in model["merges"]]
@@ -267,7 +267,7 @@ def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int
             raise UnfitError(f"the merge of {left!r} and {right!r} is out of order")
         ranks.setdefault(joined, len(ranks))
     if model.get("ignore_merges") and (others := vocab.keys() - ranks.keys() - special):
-        raise UnfitError(f"the vocabulary holds {min(others)!r} as a word, which no merge makes")
+        raise UnfitError(f"the vocabulary holds {min(others)!r} as a word that no merge makes")
     bare = tokenizers.models.BPE(vocab=vocab, merges=merges)
     for token in ranks:
         pieces = len(bare.tokenize(token))

@@ -88,8 +88,8 @@ def write(file: Path, tokenizer: Tokenizer) -> None:
     names = {token["id"]: token["content"].encode() for token in tokenizer.outline["added_tokens"] if token["special"]}
     tokens = [names.get(id) or tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
     if long := next((id for id, token in enumerate(tokens) if len(token) > 255), None):
-        what = f"token {long} has {len(tokens[long])} bytes, and llm.c has one byte for a length"
-        raise DataError(what, where=str(file), hint="Export for another program, or use another tokenizer.")
+        what = f"token {long} has {len(tokens[long])} bytes; llm.c allows at most 255"
+        raise DataError(what, where=str(file), hint="Use another export format, or another tokenizer.")
     with whole_file(file) as opened:
         cut = (_cut(tokenizer) or "").encode()
         opened.write(HEADER.pack(MAGIC, VERSION, len(tokens), tokenizer.document_id, cut))
@@ -119,9 +119,9 @@ def read(file: Path) -> tuple[list[bytes], int]:
         raise DataError(f"has {len(data)} bytes, less than a header of {HEADER.size}", where=str(file), hint=_AGAIN)
     magic, version, count, end, _ = HEADER.unpack_from(data)
     if magic != MAGIC or version not in (1, VERSION):
-        hint = f"Known are {MAGIC}/1 and {MAGIC}/{VERSION}."
+        hint = f"Use a file with the header {MAGIC}/1 or {MAGIC}/{VERSION}."
         raise DataError(
-            f"begins with {magic} and {version}, which is no tokenizer of llm.c", where=str(file), hint=hint
+            f"begins with {magic} and {version}, which is not an llm.c tokenizer", where=str(file), hint=hint
         )
     tokens: list[bytes] = []
     offset = HEADER.size
@@ -133,11 +133,11 @@ def read(file: Path) -> tuple[list[bytes], int]:
         raise DataError(f"its {count} tokens do not fill its {len(data)} bytes", where=str(file), hint=_AGAIN)
     end = GPT2_END if version == 1 else end
     if not 0 <= end < count:
-        raise DataError(f"says that {end} of its {count} tokens ends a text", where=str(file), hint=_AGAIN)
+        raise DataError(f"names token {end} as the end of text, but has {count} tokens", where=str(file), hint=_AGAIN)
     return tokens, end
 
 
-_AGAIN = "It is damaged. Make it or fetch it again."
+_AGAIN = "The file is damaged. Create or download it again."
 
 
 GPT2 = ("vocab.bpe", "encoder.json")
@@ -157,7 +157,7 @@ def files(path: Path) -> tuple[Path, ...]:
     for names in ((FILE,), GPT2, HUGGING_FACE_GPT2, (SENTENCEPIECE,)):
         if all(os.path.isfile(path / name) for name in names):
             return tuple(path / name for name in names)
-    hint = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
+    hint = f"Use {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
     raise UnreachableError("there is no tokenizer", where=str(path), hint=hint)
 
 
@@ -172,8 +172,8 @@ def load_with_added(
     """As `load`, with the special tokens that were missing and the token IDs that they got."""
     paths = files(path)
     if pattern is not None and paths[0].suffix not in (".tiktoken", ".bin"):
-        hint = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
-        raise DataError("has its own way to cut words", where=str(paths[0]), hint=hint)
+        hint = "Remove tokenizer.pattern: it is only for .tiktoken and .bin files."
+        raise DataError("has its own rule to split words", where=str(paths[0]), hint=hint)
     inner = _read(paths, pattern)
     before = inner.get_vocab(with_added_tokens=True)
     tokenizer = with_special(inner, str(path), special)
@@ -195,7 +195,7 @@ def _read(paths: Sequence[Path], pattern: PatternName | None = None, *, foreign:
             return _gpt2(*paths)
         return _json(paths[0].read_text(encoding="utf-8"), str(paths[0]), foreign=foreign)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        hint = "It is damaged, or of another kind."
+        hint = "The file is damaged or of another kind. Download it again, or use another tokenizer."
         raise DataError(f"cannot be read as a tokenizer: {error}", where=str(paths[0]), hint=hint) from None
 
 
@@ -246,16 +246,16 @@ def _foreign(
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
     known = inner.get_vocab(with_added_tokens=True)
     if len(set(known.values())) < len(known):
-        raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
+        raise DataError("assigns one ID to two tokens", where=where, hint=_OTHER)
     tokenizer = Tokenizer(inner, roles, boundary_ids)
     unknown = tokenizer.outline["model"]["unk_token"]
     for token in tokenizer.outline["added_tokens"]:
         if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):
-            raise DataError(f"makes the special token {token['content']!r} of a text", where=where, hint=_OTHER)
+            raise DataError(f"encodes the plain text {token['content']!r} as a special token", where=where, hint=_OTHER)
     return tokenizer
 
 
-_OTHER = "Take another tokenizer."
+_OTHER = "Use another tokenizer."
 
 
 def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
@@ -264,7 +264,7 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
     tokenizer = Tokenizer(inner)
     ids = inner.get_vocab(with_added_tokens=True).values()
     if len(set(ids)) < len(ids) or not set(tokenizer.special.values()) <= tokenizer.special_ids:
-        raise DataError("gives one id to two tokens once special tokens are added", where=where)
+        raise DataError("assigns one ID to two tokens after special tokens are added", where=where)
     return tokenizer
 
 
@@ -282,9 +282,9 @@ def _json(content: str | dict[str, Any], where: str, *, foreign: bool = False) -
     by_bytes = "ByteLevel" in decoder and "ByteLevel" in _settings(inner.pre_tokenizer)
     by_pieces = bool(getattr(model, "byte_fallback", False)) and "ByteFallback" in decoder
     if not isinstance(model, BPE) or not (by_bytes or by_pieces):
-        hint = "Byte-level BPE and BPE with byte fallback can be imported."
+        hint = "Use a tokenizer with byte-level BPE or BPE with byte fallback."
         kind = type(model).__name__
-        raise DataError(f"is a {kind} whose token IDs have no bytes of their own", where=where, hint=hint)
+        raise DataError(f"is a {kind} whose token IDs do not stand for bytes", where=where, hint=hint)
     # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
     unset = {"truncation": inner.truncation, "padding": inner.padding, "BPE dropout": model.dropout}
     if names := [name for name, value in unset.items() if value]:
@@ -312,9 +312,9 @@ def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     ids = read_record(vocab, dict[str, TokenId], error=DataError, fix="It is damaged, or of another kind.")
     if problem := problem_of_ids(ids):
-        raise DataError(problem, where=str(vocab), hint="It is damaged. Make it or fetch it again.")
+        raise DataError(problem, where=str(vocab), hint="The file is damaged. Create or download it again.")
     if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()), None):
-        raise DataError(f"holds the merge {' '.join(wrong)!r}, which {vocab.name} does not know", where=str(merges))
+        raise DataError(f"holds the merge {' '.join(wrong)!r}, which is not in {vocab.name}", where=str(merges))
     return byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), "gpt2")
 
 
@@ -325,7 +325,7 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise DataError("is no token in base64 and its rank", where=f"{path}:{number}") from None
+            raise DataError("is not a base64 token and a rank", where=f"{path}:{number}") from None
     return _from_ranks(ranks, pattern, path)
 
 
@@ -333,21 +333,23 @@ def _read_llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
     tokens, end = read(path)
     said = pattern_of(path)
     if pattern is not None and said not in (None, pattern):
-        hint = "Leave tokenizer.pattern out: this file says it."
-        raise DataError(f"cuts words as {said}, and not as {pattern}", where=str(path), hint=hint)
+        hint = "Remove tokenizer.pattern: the file defines it."
+        raise DataError(f"splits words as {said}, not as {pattern}", where=str(path), hint=hint)
     names = {name.encode() for name in EVERY_SPECIAL}
     first = next((id for id, token in enumerate(tokens) if token not in names), len(tokens))
     last = next((id for id in range(len(tokens), first, -1) if tokens[id - 1] not in names), first)
     if first <= end < last or tokens[end] != DOCUMENT.encode():
-        hint = f"Ranks of bytes and merges can be imported, with {DOCUMENT} before or after them."
-        raise DataError(f"has {tokens[end]!r} as token {end}, where a text ends", where=str(path), hint=hint)
+        hint = f"Use a file of byte ranks and merges, with {DOCUMENT} before or after them."
+        raise DataError(f"has {tokens[end]!r} as token {end}, the end of text", where=str(path), hint=hint)
     before, after = ([one.decode() for one in some] for some in (tokens[:first], tokens[last:]))
     ranks = {token: rank for rank, token in enumerate(tokens[first:last])}
     usual: PatternName | None = "gpt2" if end + 1 == GPT2_SIZE else None
     inner = _from_ranks(ranks, pattern or said or usual, path, before)
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in before + after])
     if inner.get_vocab_size() != len(tokens):
-        raise DataError("holds one token twice", where=str(path), hint="It is damaged. Make it or fetch it again.")
+        raise DataError(
+            "holds one token twice", where=str(path), hint="The file is damaged. Create or download it again."
+        )
     return inner
 
 
@@ -356,10 +358,10 @@ def _from_ranks(
 ) -> tokenizers.Tokenizer:
     """Byte-level BPE of tokens in merge order, after special tokens, which have the first token IDs."""
     if pattern is None:
-        hint = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
-        raise DataError("does not say how text is cut into words", where=str(path), hint=hint)
+        hint = f"Set tokenizer.pattern to one of {', '.join(PATTERNS)}."
+        raise DataError("does not define how text is split into words", where=str(path), hint=hint)
     if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise DataError("does not rank 256 bytes and their merges from 0 on", where=str(path))
+        raise DataError("does not rank 256 bytes and their merges from 0", where=str(path))
     letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
@@ -397,14 +399,14 @@ def read_sentencepiece(data: bytes, where: str, *, foreign: bool = False) -> tok
     try:
         model = parse_sentencepiece(data)
     except (IndexError, KeyError, ValueError, struct.error):
-        raise DataError("is no SentencePiece model", where=where) from None
+        raise DataError("is not a SentencePiece model", where=where) from None
     return of_pieces(model, where, foreign=foreign)
 
 
 def of_pieces(model: SentencePieceModel, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
     """The tokenizer of SentencePiece's pieces. Raises DataError with the reason if the token IDs cannot be the same."""
     if problem := _sentencepiece_problem(model, foreign=foreign):
-        raise DataError(f"cannot be read with the same token IDs: {problem}", where=where)
+        raise DataError(f"cannot be imported with the same token IDs: {problem}", where=where)
     vocab = {piece.text: id for id, piece in enumerate(model.pieces)}
     unknown = next((piece.text for piece in model.pieces if piece.type == UNKNOWN), None)
     bpe = models.BPE(
@@ -531,4 +533,4 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
         value, shift, offset = value | (byte & 0x7F) << shift, shift + 7, offset + 1
         if byte < 0x80:
             return value, offset
-    raise ValueError("a number without end")
+    raise ValueError("an endless number")

@@ -72,7 +72,7 @@ class _Budget:
     def take(self, size: int) -> None:
         self.left -= size
         if size > MAX_TEXT or self.left < 0:
-            raise _RefusedError(f"it makes a text or list of over {MAX_TEXT:,} elements, or many large ones")
+            raise _RefusedError(f"it creates a string or list of over {MAX_TEXT:,} elements, or many large ones")
         if time.thread_time() > self.ends:
             raise _RefusedError(f"it takes over {MAX_SECONDS:g} s")
 
@@ -218,7 +218,7 @@ def _joined(parts: Iterable[str], between: str = "") -> OriginText:
     pieces: list[str] = []
     for index, piece in enumerate(parts):
         if not isinstance(piece, str):
-            raise TypeError(f"a list of texts holds {type(piece).__name__}")
+            raise TypeError(f"a list of strings holds {type(piece).__name__}")
         _take(len(piece) + len(between) + 1)
         pieces += [between, piece] if index and between else [piece]
     _take(sum(map(len, pieces)))
@@ -254,7 +254,7 @@ def _size(value: Any) -> int:
         element, count = todo.pop(), count + 1
         total += len(element) + 1 if isinstance(element, str | bytes | list | tuple | dict | set) else 1
         if total > MAX_TEXT or count > MAX_ELEMENTS:
-            raise _RefusedError(f"it makes a text of over {MAX_TEXT:,} characters, or a list of {MAX_ELEMENTS:,}")
+            raise _RefusedError(f"it creates a string of over {MAX_TEXT:,} characters, or a list of {MAX_ELEMENTS:,}")
         if isinstance(element, dict):
             todo += [*element, *element.values()]
         elif isinstance(element, list | tuple | set):
@@ -274,7 +274,7 @@ def _check_product(values: Iterable[Any]) -> None:
 def _checked(value: Any) -> Any:
     """A result of a function, method or filter: traced, and not too large."""
     if isinstance(value, bytes | bytearray):
-        raise _RefusedError("it makes bytes of a text")
+        raise _RefusedError("it encodes a string to bytes")
     if isinstance(value, str) and type(value) is not OriginText:
         _take(len(value))
         return OriginText(str.__str__(value))
@@ -385,7 +385,7 @@ def _tojson(
 
 def _join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     if attribute is not None:
-        raise _RefusedError("it joins texts by an attribute; use map(attribute=…) before join")
+        raise _RefusedError("it joins strings by an attribute; use map(attribute=…) before join")
     return _joined((one if isinstance(one, str) else OriginText(str(_checked(one))) for one in value), d)
 
 
@@ -447,7 +447,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         _take(1)
         if operator == "%" and isinstance(left, str):
             if re.search(r"\*|\d{4}", left):
-                raise _RefusedError("it formats a text with a large width")
+                raise _RefusedError("it formats a string with a large width")
             _check_product((left.count("%") + 1, right))
         elif operator == "*":
             size, times = (left, right) if isinstance(right, int) else (right, left)
@@ -477,7 +477,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             if re.search(r"\d{4}|:[^{}]*\{", text):
-                raise _RefusedError("it formats a text with a large width")
+                raise _RefusedError("it formats a string with a large width")
             _check_product((text.count("{") + 1, [*args, *kwargs.values()]))
             return format(*args, **kwargs)
 
@@ -553,7 +553,7 @@ class JinjaRenderer:
         least = -(-len(text.encode()) // longest) if longest else 0
         ids = [] if max_tokens is not None and least > max_tokens else self._encoded(text)[0]
         if max_tokens is not None and (count := max(least, len(ids))) > max_tokens:
-            what = f"the conversation takes at least {count} tokens, and the model has a context of {max_tokens}"
+            what = f"the conversation has at least {count} tokens, but the model's context is {max_tokens}"
             raise TooLongError(what, where="messages", hint=SHORTER)
         return ids
 
@@ -606,11 +606,11 @@ class JinjaRenderer:
             raise DataError(error.what, where="chat template", hint=_HINT) from None
         begin, end = _span(whole, FIRST + 1) or (0, 0)
         if end == 0:
-            what = "the chat template does not write what the assistant says"
+            what = "the chat template does not write the assistant's messages"
             raise DataError(what, where="chat template", hint=_HINT)
         lead = whole[len(asked) : begin] if whole.startswith(asked) and len(asked) <= begin else ""
         if not whole.startswith(asked):
-            what = f"the chat template asks for an answer with {shorten(asked[-40:])!r}, but does not write that before"
+            what = f"the chat template prompts with {shorten(asked[-40:])!r}, but does not write that before"
             info(f"{what} the answers of a conversation", "yellow")
         ids, where = self._encoded(whole)
         after = next(
@@ -630,8 +630,8 @@ class JinjaRenderer:
                 continue
             span = _span(text, FIRST + number)
             if span is None:
-                what = "the chat template leaves out or rewrites what the assistant says"
-                raise DataError(what, where=f"message {number + 1}", hint="Leave this conversation out.")
+                what = "the chat template omits or rewrites the assistant's message"
+                raise DataError(what, where=f"message {number + 1}", hint="Remove this conversation.")
             begin, end = span
             written = "".join(
                 letter
@@ -706,8 +706,8 @@ class JinjaRenderer:
     def _renamed_encoded(self, text: OriginText) -> tuple[list[int], list[tuple[int, int]]]:
         inner, names, ids = self._renamed
         if "\U0010fffd" in text:
-            what = "spells a special token and holds the character U+10FFFD, which is no text"
-            raise DataError(what, where="messages", hint="Leave the character out.")
+            what = "spells a special token and holds the character U+10FFFD"
+            raise DataError(what, where="messages", hint="Remove the character.")
         by_name = {content: id for id, content in self._special.items()}
         pattern = re.compile("|".join(map(re.escape, sorted(by_name, key=len, reverse=True))))
         pieces: list[str] = []
@@ -729,7 +729,7 @@ class JinjaRenderer:
         return [ids.get(id, id) for id in coded.ids], spans
 
 
-_HINT = "Take one of ours: --template NAME."
+_HINT = "Use a built-in template: --template NAME."
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
@@ -753,7 +753,7 @@ def _generated(text: OriginText) -> list[tuple[int, int]]:
 def _compiled(template: str) -> tuple[CompiledTemplate, bool]:
     """A template, and whether it says itself what an assistant says. Raises DataError for one that is refused."""
     if len(template) > MAX_TEMPLATE:
-        what = f"the chat template has {len(template):,} characters; {MAX_TEMPLATE:,} is the limit"
+        what = f"the chat template has {len(template):,} characters; the limit is {MAX_TEMPLATE:,}"
         raise DataError(what, where="chat template", hint=_HINT)
     environment = _Sandbox()
     token = _BUDGET.set(_Budget())
@@ -790,8 +790,8 @@ def _rendered(template: CompiledTemplate, values: Mapping[str, Any]) -> OriginTe
     try:
         return _joined(template.generate(**values))
     except _FAILURES as error:
-        what = f"the model's chat template refuses this: {shorten(str(error) or type(error).__name__)}"
-        hint = "Write the conversation as the template wants it, or take one of ours: --template NAME."
+        what = f"the model's chat template rejects this: {shorten(str(error) or type(error).__name__)}"
+        hint = "Change the conversation, or use a built-in template: --template NAME."
         raise DataError(what, where="messages", hint=hint) from None
     finally:
         _BUDGET.reset(token)

@@ -212,7 +212,7 @@ MAX_IDS = 2**22
 """Each token ID is a row of the embedding."""
 SPARE_IDS = 1_000_000
 """How far IDs may go beyond twice the number of tokens."""
-DAMAGED = "The file is damaged or was made to harm. Fetch it again, or take another tokenizer."
+DAMAGED = "The file is damaged or malicious. Download it again, or use another tokenizer."
 MAX_SHOWN = 300
 """Characters of a message of the library."""
 SPECIAL = (DOCUMENT, END, PAD, *(f"<|{role}|>" for role in ROLES))
@@ -231,7 +231,7 @@ def text_of(file: Path, hint: str = "") -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"is no tokenizer: {error}", where=str(file), hint=hint) from None
+        raise DataError(f"is not a tokenizer: {error}", where=str(file), hint=hint) from None
 
 
 def parsed(content: str | dict[str, Any], where: str, hint: str = "") -> tokenizers.Tokenizer:
@@ -250,7 +250,7 @@ def parsed(content: str | dict[str, Any], where: str, hint: str = "") -> tokeniz
         # the library raises nothing more precise than Exception, and panics with an error that is none
         known = isinstance(error, ValueError | RecursionError) or type(error) is Exception
         if known or type(error).__name__ == "PanicException":
-            raise DataError(f"is no tokenizer: {error}"[:MAX_SHOWN], where=where, hint=hint) from None
+            raise DataError(f"is not a tokenizer: {error}"[:MAX_SHOWN], where=where, hint=hint) from None
         raise
     return inner
 
@@ -262,8 +262,8 @@ def _panics_are_errors() -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            what = f"its library gave up on a text: {error}"[:MAX_SHOWN]
-            hint = "Its regular expressions are too slow for that text. Take another tokenizer, or leave the text out."
+            what = f"the tokenizer library failed on a text: {error}"[:MAX_SHOWN]
+            hint = "Its regular expressions are too slow for the text. Use another tokenizer, or remove the text."
             raise DataError(what, where="tokenizer.json", hint=hint) from None
         raise
 
@@ -284,7 +284,7 @@ def _problem(spec: Any) -> str:
     model, added = (spec.get(name) for name in ("model", "added_tokens")) if isinstance(spec, dict) else (None, None)
     added = [] if added is None else added
     if not isinstance(model, dict) or not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
-        return "is no tokenizer: it needs an object `model`, and `added_tokens` as a list of objects"
+        return "is not a tokenizer: it needs an object `model`, and `added_tokens` as a list of objects"
     if any(one.get("content") == "" for one in added):
         return "has an added token with an empty text, which stands between any two characters"
     vocabulary = model.get("vocab")
@@ -343,7 +343,7 @@ class Tokenizer:
         ours = all(name in vocabulary for name in SPECIAL)
         if roles is None and not ours:
             missing = [name for name in SPECIAL if name not in vocabulary]
-            hint = "Train it with `bloomery run RECIPE`, whose tokenizers hold all of them."
+            hint = "Train a tokenizer with `bloomery run RECIPE`: it has all special tokens."
             raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", hint=hint)
         self.special = {name: vocabulary[name] for name in SPECIAL if name in vocabulary}
         names = {"eos_token": END, "pad_token": PAD} if ours else roles or {}
@@ -355,8 +355,8 @@ class Tokenizer:
         opens += [self.special_id(DOCUMENT), *(id for id in boundary_ids if 0 <= id < inner.get_vocab_size())]
         document_id = next((id for id in opens if id is not None), None)
         if document_id is None:
-            hint = "Name its bos_token or eos_token in tokenizer_config.json."
-            raise DataError("the tokenizer names no token that begins or ends a text", hint=hint)
+            hint = "Add bos_token or eos_token to tokenizer_config.json."
+            raise DataError("the tokenizer defines no token that begins or ends a text", hint=hint)
         self.document_id: int = document_id
         """Opens every document."""
         self.fill_id: int = next(id for id in (self.pad_id, self.end_id, document_id) if id is not None)
@@ -370,7 +370,7 @@ class Tokenizer:
         file = folder / FILE
         if not file.is_file():
             raise DataError(
-                "there is no tokenizer.json", where=str(folder), hint="Name the folder that a tokenizer was saved in."
+                "there is no tokenizer.json", where=str(folder), hint="Give a folder that holds a saved tokenizer."
             )
         return cls(parsed(text_of(file, "Run its stage again."), str(file), "Run its stage again."))
 
@@ -488,8 +488,8 @@ class Tokenizer:
         """
         size = len(text.encode())
         if not self._cuts_words and size * self._growth > MAX_NORMALIZED_BYTES:
-            what = f"the text has {size:,} bytes, and the tokenizer may make {self._growth:,.0f} times as many of it"
-            hint = f"It takes {int(MAX_NORMALIZED_BYTES / self._growth):,} bytes at once. Shorten the text."
+            what = f"the text has {size:,} bytes, which the tokenizer may expand {self._growth:,.0f} times"
+            hint = f"Shorten the text to {int(MAX_NORMALIZED_BYTES / self._growth):,} bytes."
             raise DataError(what, where="messages", hint=hint)
         if self.max_token_bytes and (least := -(-size // self.max_token_bytes)) > max_tokens:
             return least

@@ -248,7 +248,7 @@ def learned(texts: Iterable[str], config: SentencePiece) -> bytes:
         )
     except (RuntimeError, OSError) as error:
         hint = "Raise tokenizer.sample_bytes, or lower tokenizer.vocab_size."
-        raise DataError(f"sentencepiece could not learn: {error}", hint=hint) from None
+        raise DataError(f"SentencePiece could not train: {error}", hint=hint) from None
     return buffer.getvalue()
 
 

@@ -69,17 +69,17 @@ from bloomery.weights.llama import spread as spread
 
 def _is_unbiased(facts: Mapping[str, Any], name: str) -> None:
     if facts.get("attention_bias"):
-        raise ValueError(f"attention_bias: a {name} with biases is not there")
+        raise ValueError(f"attention_bias: a {name} with biases is not supported")
 
 
 def _smollm3(facts: Mapping[str, Any]) -> ModelConfig:
     config = read_llama({"rope_theta": 2e6, "tie_word_embeddings": True, **facts})
     if facts.get("use_sliding_window") and facts.get("sliding_window") is not None:
-        raise ValueError("use_sliding_window: a SmolLM3 with windows is not there")
+        raise ValueError("use_sliding_window: a SmolLM3 with windows is not supported")
     layers, every = config.num_layers, facts.get("no_rope_layer_interval", 4)
     rotates = facts.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     if len(rotates) < layers or any(flag not in (0, 1) for flag in rotates):
-        raise ValueError(f"no_rope_layers is {shown(rotates)}, and it must have a 0 or 1 for each of {layers} layers")
+        raise ValueError(f"no_rope_layers is {shown(rotates)}; it must have a 0 or 1 for each of {layers} layers")
     return changed(config, rope_layers=tuple(bool(flag) for flag in rotates[:layers]))
 
 
@@ -347,7 +347,7 @@ def _neox(facts: Mapping[str, Any]) -> ModelConfig:
     if (act := facts.get("hidden_act", "gelu")) not in kinds:
         raise ValueError(f"hidden_act {act!r} is not one of {', '.join(kinds)}")
     if facts.get("attention_bias", True) is not True:
-        raise ValueError("attention_bias: a GPTNeoXForCausalLM without biases is not there")
+        raise ValueError("attention_bias: a GPTNeoXForCausalLM without biases is not supported")
     theta = facts.get("rotary_emb_base") or facts.get("rope_theta")
     left = ("hidden_act", "attention_bias", "rope_theta")
     flat = {name: value for name, value in facts.items() if name not in left}
@@ -430,7 +430,7 @@ def read_gpt2(facts: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"activation_function {act!r} is not one of {', '.join(activations)}")
     for name, usual in {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}.items():
         if facts.get(name, usual) != usual:
-            raise ValueError(f"{name} = {facts[name]!r} is not there")
+            raise ValueError(f"{name} = {facts[name]!r} is not supported")
     return ModelConfig(
         hidden_size=facts["n_embd"],
         num_layers=facts["n_layer"],
@@ -560,12 +560,12 @@ def of_file(facts: Mapping[str, Any]) -> Architecture:
     names, kind = facts.get("architectures"), facts.get("model_type")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
         meant = next((f", as in {[one.name]}" for one in READ.values() if one.model_type == kind), "")
-        raise ValueError(f"architectures is {shown(names)}, and it must name one of {', '.join(READ)}{meant}")
+        raise ValueError(f"architectures is {shown(names)}; it must be one of {', '.join(READ)}{meant}")
     known = next((READ[name] for name in names if name in READ), None)
     if known is None:
-        raise ValueError(f"its architecture is {shown(', '.join(names))}; known are {', '.join(READ)}")
+        raise ValueError(f"its architecture is {shown(', '.join(names))}; supported: {', '.join(READ)}")
     if kind not in (None, known.model_type):
-        raise ValueError(f"architectures names {known.name}, and model_type is {shown(kind)}, not {known.model_type!r}")
+        raise ValueError(f"architectures is {known.name}, but model_type is {shown(kind)}, not {known.model_type!r}")
     if known is BAICHUAN2 and facts.get("vocab_size") == FIRST_VOCABULARY:
         return BAICHUAN1
     return known if known.bind is None else known.bound(facts["num_attention_heads"])
@@ -587,7 +587,7 @@ def reasons(config: ModelConfig) -> list[str]:
     """Which choices keep a model from being what it is closest to of transformers' models; none if it is one."""
     nearest = min(WRITTEN, key=lambda candidate: len(candidate.obstacles(exported(config))))
     return [
-        f"hidden_size={config.hidden_size} is no multiple of num_heads={config.num_heads}, as {nearest.name} needs it"
+        f"hidden_size={config.hidden_size} is not a multiple of num_heads={config.num_heads}, as in {nearest.name}"
         if field == "hidden_size"
         else f"{field}={_shown(config, field)} is nothing that {nearest.name} has"
         for field in nearest.obstacles(exported(config))

@@ -53,8 +53,8 @@ def provenance(folder: Path, license: str | None = None) -> Provenance:
     where it is no identifier.
     """
     if license is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", license):
-        hint = "Write it as hubs and SPDX do, for example apache-2.0, mit or other."
-        raise DataError(f"{license!r} is no identifier of a license", where="--license", hint=hint)
+        hint = "Use an identifier of SPDX or the hub, such as apache-2.0, mit or other."
+        raise DataError(f"{license!r} is not a license identifier", where="--license", hint=hint)
     stage = next((path for path in folder.resolve().parents if STAGE.fullmatch(path.name)), None)
     run = stage.parent if stage is not None and (stage.parent / RECIPE).is_file() else None
     base = _base(stage) if run is not None and stage is not None else folder

@@ -129,14 +129,14 @@ def read(folder: Path, alloc: TensorPlacement | None = None) -> dict[str, Tensor
     try:
         for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
             if not isinstance(facts, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             kind = facts.properties.dtype
             room[name] = torch.empty(facts.size, dtype=kind) if alloc is None else alloc(name, facts.size, kind)
         if room:
             load(room, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except UNREADABLE as error:
         what = f"cannot be read: {type(error).__name__}: {shorten(str(error))}"
-        hint = f"Remove {folder.parent}, and the same command resumes from the checkpoint before it."
+        hint = f"Remove {folder.parent}. The same command then resumes from the checkpoint before it."
         raise CheckpointError(what, where=str(folder), hint=hint) from None
     return room
 
@@ -317,8 +317,8 @@ def _check_way(root: Path) -> None:
     """Raises RunError for what is no folder and stands where checkpoints are to be."""
     for path in (root, *root.glob(STEP_FOLDER)):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
-            hint = "Move it away, and run the same command again."
-            raise RunError("is no folder, and stands where checkpoints are to be", where=str(path), hint=hint)
+            hint = "Move it away and run the same command again."
+            raise RunError("is not a folder, but checkpoints are written there", where=str(path), hint=hint)
 
 
 def _prune(root: Path, newest: Path, keep: RetentionPolicy, standing: RollbackInfo) -> None:
@@ -348,7 +348,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises RunError where a disk has less room than `needed` bytes, with both numbers."""
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
-        what = f"cannot be written: {os.strerror(errno.ENOSPC)} for it. It needs {needed:,} bytes, {free:,} are free"
+        what = f"cannot be written: {os.strerror(errno.ENOSPC)} for it. It needs {needed:,} bytes; {free:,} are free"
         hint = "Free some space and run the same command again: finished parts are kept."
         raise RunError(f"{what}; nothing was written", where=str(folder), hint=hint)
 
@@ -468,8 +468,8 @@ def newest_folder(
         info(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
         troubles.append(f"{folder.name}: {trouble}")
     if troubles and before is None and not goals:
-        what = f"no checkpoint is whole, of {len(troubles)} that are there; {troubles[0]}"
-        hint = f"Put the files back as they were. Or remove {root}, and the same command starts over."
+        what = f"none of {len(troubles)} checkpoints is valid; {troubles[0]}"
+        hint = f"Restore the files. Or remove {root}: the same command then starts from the beginning."
         raise CheckpointError(what, where=str(root), hint=hint)
     return None
 

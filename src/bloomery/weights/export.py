@@ -57,13 +57,15 @@ def write(
     if form == "gguf":
         return _write_gguf(loaded, out, number_format, source)
     if number_format == "q8_0" or number_format == "q4_0":
-        hint = "Add --format gguf, or take float32, bfloat16 or float16."
-        raise CheckpointError("is a number format of GGUF alone", where=f"--dtype {number_format}", hint=hint)
+        hint = "Add --format gguf, or use float32, bfloat16 or float16."
+        raise CheckpointError("is a number format of GGUF only", where=f"--dtype {number_format}", hint=hint)
     check_new_folder(out)
     config = loaded.model.config
     if form == "llmc":
         if number_format == "float16":
-            raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", hint="Take one of these.")
+            raise CheckpointError(
+                "llm.c has only float32 and bfloat16", where="--dtype float16", hint="Use one of them."
+            )
         size = sum(weight.numel() for weight in loaded.model.parameters()) * getattr(torch, number_format).itemsize
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
         llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size, loaded.weights)
@@ -72,7 +74,7 @@ def write(
         name = "GPT-2 of llm.c"
     else:
         if why := architectures.reasons(config):
-            hint = f"{loaded.folder} itself can be used here, and nowhere else."
+            hint = f"Use {loaded.folder} itself with Bloomery: no other program can read it."
             raise CheckpointError(
                 "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint
             )
@@ -97,7 +99,7 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
     Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
     """
     if not is_adapter(folder):
-        hint = "Leave --format out: it is a whole model. Adapters are what finetune.lora leaves."
+        hint = "Remove --format: this is a whole model. Only finetune.lora writes adapters."
         raise CheckpointError("holds no adapters", where=str(folder), hint=hint)
     check_new_folder(out)
     adapter, words = peft.read(folder), hf.language(folder)
@@ -107,7 +109,7 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
     if (shape := hf.config_of(folder)[0]) != hf.config_of(base)[0]:
         what = f"these adapters were trained with positions stretched to a context of {shape.context_length}, "
         what += "and the files of PEFT cannot say so"
-        raise CheckpointError(what, where=str(folder), hint="Export the whole model: leave out --format peft.")
+        raise CheckpointError(what, where=str(folder), hint="Remove --format peft to export the whole model.")
     info(f"{out}: {(folder / ADAPTER_WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
     hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
@@ -128,8 +130,8 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
 def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers, source: Provenance) -> dict[str, Any]:
     """As `write`, for one GGUF file."""
     if out.suffix != GGUF_SUFFIX or out.exists():
-        why = "exists" if out.exists() else f"is no name that ends with {GGUF_SUFFIX}"
-        raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{GGUF_SUFFIX}")
+        why = "exists" if out.exists() else f"does not end with {GGUF_SUFFIX}"
+        raise RunError(why, where=str(out), hint=f"Use a new file, for example {out.stem}-new{GGUF_SUFFIX}")
     model, weights = _said_otherwise(loaded)
     info(f"{out}: {gguf_writer.size_bytes(model, number_format) / 2**30:.2f} GiB of weights in {number_format}")
     words = _words(loaded, source.license)
@@ -172,7 +174,7 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
     except failures as error:
-        hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
+        hint = "Check the network. Set HF_TOKEN to a token with write access, or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
     return str(address)
@@ -226,7 +228,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
         path = pickled.converted(source, tokenizer)
     if path.is_dir() or path.suffix == GGUF_SUFFIX:
         if tokenizer is not None and not lacks_tokenizer:
-            hint = "Leave --tokenizer out: the model has its own."
+            hint = "Remove --tokenizer: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
         return hf.streamed(path, "auto")
     safetensors.verify(source.parent, source.name)
@@ -250,8 +252,8 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
     """A tokenizer has as many token IDs as the model, before special tokens are added. Some tables are padded to 64."""
     if rows == ids or (rows % 64 == 0 and 0 < rows - ids < llmc.PADDED_TO):
         return
-    hint = "Name the one that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
-    raise CheckpointError(f"has {rows:,} ids, and the tokenizer {file} has {ids:,}", where=str(source), hint=hint)
+    hint = "Give the tokenizer that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
+    raise CheckpointError(f"has {rows:,} token IDs, but the tokenizer {file} has {ids:,}", where=str(source), hint=hint)
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
@@ -277,7 +279,7 @@ def _beside(source: Path) -> Path:
     candidates = sorted(source.parent.glob("*tokenizer*.bin"))
     if len(candidates) != 1:
         shown = ", ".join(file.name for file in candidates) or "none"
-        hint = "Name it: bloomery import MODEL.bin OUT --tokenizer FILE"
+        hint = "Give the tokenizer: bloomery import MODEL.bin OUT --tokenizer FILE"
         raise CheckpointError(
             f"needs one *tokenizer*.bin in its folder, which has {shown}", where=str(source), hint=hint
         )

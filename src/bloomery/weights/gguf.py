@@ -53,7 +53,7 @@ from torch import Tensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DAMAGED = "The file is damaged. Fetch it or make it again."
+DAMAGED = "The file is damaged. Download or create it again."
 MAX_DIMS = 4
 MAX_NAME_BYTES = 2**16
 MIN_TENSOR_BYTES = 24
@@ -117,12 +117,12 @@ def read(file: Path) -> GGUFModel:
     header = _Header(file)
     meta = Metadata(header.entries, file)
     if (count := meta.integer("split.count", 1)) > 1:
-        hint = "Merge them first: llama-gguf-split --merge FIRST_FILE OUT.gguf"
+        hint = "Merge the files first: llama-gguf-split --merge FIRST_FILE OUT.gguf"
         raise CheckpointError(f"is one of {count} files of a model", where=str(file), hint=hint)
     name = meta.text("general.architecture")
     if name not in LAYOUTS:
-        hint = f"Known are {', '.join(LAYOUTS)}."
-        raise CheckpointError(f"is of the unknown architecture {shorten(name)!r}", where=str(file), hint=hint)
+        hint = f"Use a model of one of {', '.join(LAYOUTS)}."
+        raise CheckpointError(f"has the unknown architecture {shorten(name)!r}", where=str(file), hint=hint)
     layout = LAYOUTS[name]
     sizes = Sizes.of(meta, name, header.tensors)
     _check_tensors(header.tensors, layout, sizes, file)
@@ -130,11 +130,11 @@ def read(file: Path) -> GGUFModel:
     facts = _facts(meta, name, layout, sizes, tensors)
     tokens = meta.texts("tokenizer.ggml.tokens")
     if len(tokens) != sizes.vocab:
-        what = f"its tokenizer has {len(tokens):,} tokens, and token_embd.weight {sizes.vocab:,} rows"
+        what = f"its tokenizer has {len(tokens):,} tokens, but token_embd.weight has {sizes.vocab:,} rows"
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     ids = {role: meta.integer(f"tokenizer.ggml.{key}_token_id", -1) for role, key in ROLES.items()}
     if wrong := next((role for role, id in ids.items() if id >= len(tokens)), None):
-        what = f"its {wrong} is {ids[wrong]:,}, and the last token ID is {len(tokens) - 1:,}"
+        what = f"its {wrong} is {ids[wrong]:,}, but the last token ID is {len(tokens) - 1:,}"
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     roles = {role: tokens[id] if id >= 0 else None for role, id in ids.items()}
     model = meta.text("tokenizer.ggml.model")
@@ -147,7 +147,7 @@ def read(file: Path) -> GGUFModel:
     elif model == "llama":
         spec, whole_words = _sentencepiece(meta, tokens), True
     else:
-        hint = "Byte-level BPE (gpt2) and SentencePiece's BPE (llama) can be read."
+        hint = "Use a model with byte-level BPE (gpt2) or SentencePiece's BPE (llama)."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
     known = {f"{role}_id": ids[role] if ids[role] >= 0 else None for role in ROLES if role != "unk_token"}
     candidates = (ids["eos_token"], meta.integer("tokenizer.ggml.eot_token_id", -1))
@@ -181,12 +181,14 @@ class _Header:
             self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._offset = 0
         if (magic := self._take(4)) != MAGIC:
-            what = f"begins with {magic!r}, and a GGUF file with {MAGIC!r}"
-            raise CheckpointError(what, where=str(file), hint="It is damaged, or of another kind.")
+            what = f"begins with {magic!r}, but a GGUF file begins with {MAGIC!r}"
+            raise CheckpointError(
+                what, where=str(file), hint="The file is damaged or of another kind. Download it again."
+            )
         if (version := self._number("I")) not in VERSIONS:
             swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big") in VERSIONS
-            what = "is big-endian" if swapped else f"is of version {version}"
-            hint = f"Files of the versions {' and '.join(map(str, VERSIONS))}, little-endian, can be read."
+            what = "is big-endian" if swapped else f"has version {version}"
+            hint = f"Use a little-endian file of version {' or '.join(map(str, VERSIONS))}."
             raise CheckpointError(what, where=str(file), hint=hint)
         num_tensors = self._count("tensors", MIN_TENSOR_BYTES)
         num_entries = self._count("entries of metadata", MIN_ENTRY_BYTES)
@@ -277,7 +279,7 @@ class _Header:
             kind, block, width = _kind(number)
             if kind is None or not _is_read(kind):
                 label = number if kind is None else kind.name
-                hint = "Take the same model in another number format, for example Q8_0 or Q4_K_M."
+                hint = "Use the same model in another number format, for example Q8_0 or Q4_K_M."
                 what = f"{name} has the number format {label}, which Bloomery does not read"
                 raise CheckpointError(what, where=str(self.file), hint=hint)
             if 0 in shape or shape[-1] % block:
@@ -344,7 +346,7 @@ class Metadata:
         if isinstance(value := self.entries.get(key), np.ndarray) and len(set(value.tolist())) == 1:
             value = value.tolist()[0]
         elif isinstance(value, np.ndarray):
-            hint = "Take a model whose layers have one shape."
+            hint = "Use a model whose layers all have the same shape."
             raise CheckpointError(f"{key} differs between layers", where=str(self.file), hint=hint)
         value = default if value is None else value
         if type(value) is not int or not (0 <= value < 2**31 or value == default):
@@ -374,7 +376,7 @@ class Metadata:
         return numbers
 
     def _wrong(self, key: str, title: str) -> CheckpointError:
-        what = f"{key} is {shorten(self.entries[key])}, and not {title}" if key in self.entries else f"lacks {key}"
+        what = f"{key} is {shorten(self.entries[key])}, not {title}" if key in self.entries else f"lacks {key}"
         return CheckpointError(what, where=str(self.file), hint=DAMAGED)
 
 
@@ -421,7 +423,7 @@ class Sizes:
 def _check_tensors(tensors: Mapping[str, StoredTensor], layout: GGUFLayout, sizes: Sizes, file: Path) -> None:
     """Raises CheckpointError where a tensor is missing, unknown or of another shape."""
     if sizes.layers > len(tensors):
-        what = f"has {len(tensors):,} tensors, and its metadata name {sizes.layers:,} layers"
+        what = f"has {len(tensors):,} tensors, but its metadata gives {sizes.layers:,} layers"
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     optional = {f"blk.{{}}.{name}" for name in layout.optional}
     used = set(FACTORS)
@@ -437,8 +439,8 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], layout: GGUFLayout, size
                 raise CheckpointError(f"{name} has shape {shape}, not {expected}", where=str(file), hint=DAMAGED)
             used.add(name)
     if more := sorted(tensors.keys() - used):
-        what = f"holds what a {layout.name} does not have: {', '.join(more[:3])}"
-        raise CheckpointError(what, where=str(file), hint="Take a model without it: it would compute something else.")
+        what = f"holds tensors that a {layout.name} does not have: {', '.join(more[:3])}"
+        raise CheckpointError(what, where=str(file), hint="Use a model without them: they change the results.")
 
 
 def _facts(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors: "GGUFTensors") -> dict[str, Any]:
@@ -533,8 +535,8 @@ def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: 
     original = meta.integer(f"{name}.rope.scaling.original_context_length", facts["max_position_embeddings"])
     if factors:
         if name != "phi3" or len(factors) != 2:
-            hint = "Take another model."
-            raise CheckpointError("has factors of RoPE, which are not known here", where=str(meta.file), hint=hint)
+            hint = "Use another model."
+            raise CheckpointError("has RoPE factors, which are not supported", where=str(meta.file), hint=hint)
         lists = {f"{length}_factor": factors[f"rope_factors_{length}.weight"] for length in ("long", "short")}
         return {"rope_type": "longrope", "original_max_position_embeddings": original, **lists}
     kind = meta.text(f"{name}.rope.scaling.type", "none")
@@ -544,8 +546,8 @@ def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: 
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn" or meta.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
-        what = f"its RoPE is scaled by {shorten(kind)!r} with attn_factor, which is not known here"
-        raise CheckpointError(what, where=str(meta.file), hint="Linear, YaRN and Llama 3 scaling can be read.")
+        what = f"its RoPE is scaled by {shorten(kind)!r} with attn_factor, which is not supported"
+        raise CheckpointError(what, where=str(meta.file), hint="Use a model with linear, YaRN or Llama 3 scaling.")
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if f"{name}.rope.scaling.{theirs}" in meta.entries:
@@ -590,8 +592,8 @@ def _llama3_scaling(factors: list[float], theta: float, file: Path) -> dict[str,
             computed = llama3_factors(theta, len(factors), scaling)
             if all(math.isclose(left, right, rel_tol=1e-4) for left, right in zip(computed, factors, strict=True)):
                 return {"rope_type": "llama3", **scaling}
-    what = "its factors of RoPE (rope_freqs.weight) follow from no parameters of Llama 3's scaling"
-    raise CheckpointError(what, where=str(file), hint="Take the same model from its Hugging Face folder.")
+    what = "its RoPE factors (rope_freqs.weight) do not match Llama 3 scaling"
+    raise CheckpointError(what, where=str(file), hint="Use the same model from its Hugging Face folder.")
 
 
 # --- the tokenizer -------------------------------------------------------------------------------------------------
@@ -617,9 +619,9 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
     where = str(meta.file)
     pre = meta.text("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
-        hint = f"Known are {', '.join(PRE_TOKENIZERS)}. Take the same model from its Hugging Face folder."
+        hint = f"Use the same model from its Hugging Face folder. Known rules: {', '.join(PRE_TOKENIZERS)}."
         raise CheckpointError(
-            f"cuts text by the unknown rule {shorten(pre)!r} (tokenizer.ggml.pre)", where=where, hint=hint
+            f"splits text by the unknown rule {shorten(pre)!r} (tokenizer.ggml.pre)", where=where, hint=hint
         )
     if len(set(tokens)) < len(tokens):
         raise CheckpointError("has one token twice in its tokenizer", where=where, hint=DAMAGED)
@@ -629,7 +631,7 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
     merges = [merge.split(" ") for merge in meta.texts("tokenizer.ggml.merges")]
     for merge in merges:
         if len(merge) != 2 or not (merge[0] in vocabulary and merge[1] in vocabulary and "".join(merge) in vocabulary):
-            what = f"has the merge {shorten(' '.join(merge))!r}, whose tokens it lacks"
+            what = f"has the merge {shorten(' '.join(merge))!r}, but not its tokens"
             raise CheckpointError(what, where=where, hint=DAMAGED)
     added = [
         {

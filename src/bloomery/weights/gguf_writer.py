@@ -137,7 +137,7 @@ def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
     if arch_layout and arch_layout[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
         why.append(f"mlp={config.mlp[0]!r} would be swiglu there")
     if why or arch_layout is None:
-        hint = f"GGUF files are written for {', '.join(layout.name for layout in LAYOUTS.values())}."
+        hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
         raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
     return arch_layout
 
@@ -179,7 +179,7 @@ def _planned(
 
     for piece in architectures.architecture(model.config).pieces(list(shapes)):
         if (name := names.get(piece.theirs)) is None:
-            raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Export to hf instead.")
+            raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Use --format hf.")
         shape = tuple(making(piece, name, shapes)().shape)
         planned.append(_one(name, _kind(name, shape, number_format), shape, making(piece, name, weights)))
     if (factors := _rope_factors(model)) is not None:
@@ -210,7 +210,7 @@ def _check_range(tensor: _Planned, where: str) -> None:
         steps_of_block = 127 if tensor.kind == Kind.Q8_0 else 8
         if not largest / steps_of_block <= MAX_HALF:
             what = f"{tensor.name} holds numbers up to {largest:g}, too many for the scales of {tensor.kind.name}"
-            raise CheckpointError(what, where=where, hint="Take float32 (--dtype float32), which holds them.")
+            raise CheckpointError(what, where=where, hint="Use --dtype float32.")
 
 
 def _rope_factors(model: Transformer) -> Tensor | None:
@@ -317,8 +317,8 @@ def pre_of(spec: Mapping[str, Any], where: str) -> str:
     if exact is None and same and _merged_to_whole(spec["model"]):
         exact = same[0]  # merges make every token, so that taking words whole changes nothing
     if exact is None:
-        what = "its tokenizer cuts text in a way that llama.cpp has no name for"
-        hint = f"It knows the patterns {', '.join(sorted(set(PRE_TOKENIZERS)))}. Export to hf instead."
+        what = "its tokenizer splits text by a rule that llama.cpp does not have"
+        hint = f"Use --format hf. llama.cpp has the rules {', '.join(sorted(set(PRE_TOKENIZERS)))}."
         raise CheckpointError(what, where=where, hint=hint)
     return exact
 

@@ -101,8 +101,8 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
 def _check_rows(tokenizer: Tokenizer, rows: int, added: Mapping[str, int], where: Path) -> None:
     """Raises CheckpointError where a tokenizer has more ids than these rows, not counting added special tokens."""
     if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
-        what = f"the tokenizer has {rows + len(more)} ids, and the model {rows}"
-        raise CheckpointError(what, where=str(where), hint="It is the tokenizer of another model.")
+        what = f"the tokenizer has {rows + len(more)} token IDs, but the model has {rows}"
+        raise CheckpointError(what, where=str(where), hint="Use the tokenizer of this model.")
 
 
 def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Mapping[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Loaded:
         if self.language.chat is None:
             hint = (
                 "Continue a text: bloomery chat MODEL --complete --prompt TEXT\n"
-                f"Or give it a template: --template NAME, one of {', '.join(TEMPLATES)}."
+                f"Or use a template: --template NAME, one of {', '.join(TEMPLATES)}."
             )
             raise CheckpointError("has no chat template: it continues text", where=str(self.folder), hint=hint)
         return self.language.chat
@@ -559,8 +559,8 @@ def template_of(folder: Path) -> Template | None:
     if trained is None:
         return None
     if name not in TEMPLATES:
-        what = f"the model was trained with the chat template {name} {trained[:8]}; here are {', '.join(TEMPLATES)}"
-        raise CheckpointError(what, where=str(folder), hint="Use the version that trained it.")
+        what = f"the model was trained with the chat template {name} {trained[:8]}; known: {', '.join(TEMPLATES)}"
+        raise CheckpointError(what, where=str(folder), hint="Use the version of Bloomery that trained it.")
     _same("chat template", trained, TEMPLATES[name].hash, folder, name)
     return TEMPLATES[name]
 
@@ -596,7 +596,7 @@ def _same_lineage(folder: Path, lineage: Lineage) -> None:
         if saved[name] != expected[name]:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (saved, expected))
             hint = f"To train from the start, remove {folder.parent}."
-            raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), hint=hint)
+            raise CheckpointError(f"was made with {name} {was}, but this one is {is_now}", where=str(folder), hint=hint)
 
 
 def save_adapters(
@@ -744,17 +744,17 @@ def _base(folder: Path, named: str) -> tuple[dict[str, Any], dict[str, Any], Pat
     if (folder / LINEAGE).exists():
         facts = {**read_file(folder / LINEAGE, SavedLineage)}
         if BASE not in facts:
-            hint = "Export the adapters again, or remove this file: the base is then the one that PEFT's file names."
+            hint = "Export the adapters again, or remove this file to use the base model that PEFT's file names."
             raise CheckpointError(
-                f"has no key {BASE!r}, which names the model that the adapters adapt",
+                f"has no key {BASE!r}, which names the base model of the adapters",
                 where=str(folder / LINEAGE),
                 hint=hint,
             )
     own = facts.get(BASE, {"folder": named, "kept_as": "float32"})
     base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
     if not is_model(base_folder):
-        hint = f"Put it there, or name its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."
-        raise CheckpointError(f"adapts a model that is not at {base_folder}", where=str(folder), hint=hint)
+        hint = f"Copy the base model there, or set its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."
+        raise CheckpointError(f"needs a base model that is not at {base_folder}", where=str(folder), hint=hint)
     return facts, own, base_folder
 
 
@@ -764,7 +764,7 @@ def digest(folder: Path) -> str:
     damaged.
     """
     if not is_model(folder):
-        hint = "Name a model folder: config.json, safetensors and a tokenizer."
+        hint = "Give a model folder with config.json, safetensors and a tokenizer."
         raise CheckpointError("holds no model", where=str(folder), hint=hint)
     if folder.is_file():
         return cache.sha256_of(folder)
@@ -776,9 +776,9 @@ def digest(folder: Path) -> str:
 def _same(what: str, trained: str, current: str, folder: Path, name: str = "") -> None:
     if trained != current:
         raise CheckpointError(
-            f"the model was trained with the {what} {f'{name} {trained[:8]}'.strip()}, and this one is {current[:8]}",
+            f"the model was trained with the {what} {f'{name} {trained[:8]}'.strip()}, but this one is {current[:8]}",
             where=str(folder),
-            hint=f"Use the {what} that lies next to the weights, or train again.",
+            hint=f"Use the {what} next to the weights, or train again.",
         )
 
 

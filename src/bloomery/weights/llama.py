@@ -72,10 +72,10 @@ class Architecture:
                 continue
             if name not in NEUTRAL:
                 raise ValueError(
-                    f"{name} = {shown(value)} is not known of a {self.name}; remove the field if it changes no logits"
+                    f"{name} = {shown(value)} is not known for {self.name}; remove the field if it changes no logits"
                 )
             if value not in NEUTRAL[name]:
-                raise ValueError(f"{name} = {shown(value)} changes what a {self.name} computes, and is not done here")
+                raise ValueError(f"{name} = {shown(value)} changes what {self.name} computes and is not supported")
         return self.reader(facts)
 
     def bound(self, num_heads: int) -> "Architecture":
@@ -259,7 +259,7 @@ def describe_llama(config: ModelConfig) -> dict[str, Any]:
 def read_llama(facts: Mapping[str, Any]) -> ModelConfig:
     """The part of a config.json that all of them have."""
     if (share := rotary_share(facts)) != 1.0:
-        raise ValueError(f"partial_rotary_factor {share}: only whole heads are turned")
+        raise ValueError(f"partial_rotary_factor {share} is not supported: it must be 1")
     return ModelConfig(**llama_tree(facts))
 
 
@@ -276,7 +276,7 @@ def llama_tree(facts: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"hidden_act {act!r} is not one of {', '.join(acts)}")
     heads = facts["num_attention_heads"]
     if bool(facts.get("attention_bias")) != bool(facts.get("mlp_bias")):
-        raise ValueError("attention_bias and mlp_bias differ; both have biases, or none")
+        raise ValueError("attention_bias and mlp_bias must be equal")
     theta, scaling = _rope(facts)
     tree = {
         "hidden_size": facts["hidden_size"],
@@ -312,7 +312,7 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if kind not in ("linear", "llama3", "yarn") or said.keys() & {"mscale", "mscale_all_dim"}:
         raise ValueError(f"rope_scaling of the type {kind!r} ({', '.join(said)}) is not one of linear, llama3, yarn")
     if said.pop("truncate", True) is not True:
-        raise ValueError("yarn without truncation is not there")
+        raise ValueError("yarn without truncation is not supported")
     if kind != "linear":
         said["original_context_length"] = original or facts["max_position_embeddings"]
     return theta, {"kind": kind, **said}
@@ -352,7 +352,7 @@ def windows(facts: Mapping[str, Any]) -> list[Any]:
 
 def _qwen(facts: Mapping[str, Any], **changes: Any) -> ModelConfig:
     if facts.get("attention_bias"):
-        raise ValueError("attention_bias: a Qwen with a bias on what attention puts out is not there")
+        raise ValueError("attention_bias: a Qwen with a bias on the attention output is not supported")
     return changed(read_llama(facts), sliding_window=tuple(windows(facts)), **changes)
 
 

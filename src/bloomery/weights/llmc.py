@@ -75,7 +75,7 @@ def read(file: Path) -> LlmcModel:
         shown = (
             f"context {context}, {vocab_size} of {padded} ids, {num_layers} layers, {num_heads} heads, width {width}"
         )
-        raise CheckpointError(f"its header names no model: {shown}", where=str(file), hint=_AGAIN)
+        raise CheckpointError(f"its header describes no model: {shown}", where=str(file), hint=_AGAIN)
     # computed before anything is built: a damaged header can name billions of layers
     one_layer, two_layers = (
         cost(_shape(file, width, layers, num_heads, context), padded).parameters for layers in (1, 2)
@@ -83,7 +83,7 @@ def read(file: Path) -> LlmcModel:
     total = one_layer + (num_layers - 1) * (two_layers - one_layer)
     size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
     if size != expected:
-        raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), hint=_AGAIN)
+        raise CheckpointError(f"has {size} bytes, but its header needs {expected}", where=str(file), hint=_AGAIN)
     config = _shape(file, width, num_layers, num_heads, context)
     model = _empty(config, padded)
     numbers = np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES)
@@ -104,7 +104,7 @@ def write(
     llm.c.
     """
     if odd := unlike(model.config):
-        hint = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m". `bloomery export MODEL OUT --format hf` knows more.'
+        hint = 'Use `bloomery export MODEL OUT --format hf`. llm.c has only GPT-2: model.preset = "gpt2-124m".'
         raise CheckpointError("; ".join(odd), where="export", hint=hint)
     config, rows = model.config, num_ids or model.vocab_size
     padded = -(-rows // PADDED_TO) * PADDED_TO
@@ -157,14 +157,14 @@ def _shape(file: Path, width: int, num_layers: int, num_heads: int, context: int
     try:
         return shape(width, num_layers, num_heads, context)
     except ValidationError as error:
-        what = f"its header names no model: {explained(ModelConfig, error)[0]}"
+        what = f"its header describes no model: {explained(ModelConfig, error)[0]}"
         raise CheckpointError(what, where=str(file), hint=_AGAIN) from None
 
 
 def unlike(config: ModelConfig) -> list[str]:
     """What a model has otherwise than a GPT-2 of llm.c."""
     if config.hidden_size % config.num_heads:
-        return [f"hidden_size {config.hidden_size} is no multiple of {config.num_heads} heads"]
+        return [f"hidden_size {config.hidden_size} is not a multiple of {config.num_heads} heads"]
     reference = shape(config.hidden_size, config.num_layers, config.num_heads, config.context_length)
     both = (
         (name, getattr(config, name), getattr(reference, name)) for name in ModelConfig.model_fields if name != "preset"
@@ -172,7 +172,7 @@ def unlike(config: ModelConfig) -> list[str]:
     return [f"{name} is {is_now!r} and not {there!r}" for name, is_now, there in both if is_now != there]
 
 
-_AGAIN = "It is damaged, or of another model. Make it or fetch it again."
+_AGAIN = "The file is damaged or of another model. Create or download it again."
 
 
 def _header(file: Path) -> NDArray[np.int32]:
@@ -184,7 +184,7 @@ def _header(file: Path) -> NDArray[np.int32]:
         raise CheckpointError(shown, where=str(file), hint=_AGAIN)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     if header[0] != MODEL or int(header[1]) not in VERSIONS:
-        hint = f"Known is a GPT-2 model of llm.c: {MODEL}, and {' or '.join(map(str, VERSIONS))}."
+        hint = f"Use a GPT-2 model of llm.c, which begins with {MODEL} and {' or '.join(map(str, VERSIONS))}."
         raise CheckpointError(f"begins with {header[0]} and {header[1]}", where=str(file), hint=hint)
     return header
 

@@ -50,7 +50,7 @@ def parsed(name: str) -> HubModel:
     """The parts of a name. Raises CheckpointError for one that is none."""
     match = NAME.fullmatch(name.removeprefix(PREFIX))
     if match is None or ".." in name:
-        raise CheckpointError("names no model of a hub", where=name, hint=SPELLED)
+        raise CheckpointError("is not a model name of a hub", where=name, hint=SPELLED)
     return HubModel(match["repository"], match["file"], match["revision"])
 
 
@@ -95,16 +95,16 @@ def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
     else:
         needed = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
         if not any(file.endswith(".safetensors") for file in needed):
-            hint = "Bloomery reads safetensors and GGUF files. Fetch pickled weights yourself, and name their file."
+            hint = "Bloomery reads safetensors and GGUF files. Download pickled weights yourself and give their file."
             if ggufs:
-                hint = f"Name one of its GGUF files, as {PREFIX}{model.repository}/{ggufs[0]}"
+                hint = f"Use one of its GGUF files, such as {PREFIX}{model.repository}/{ggufs[0]}"
             raise CheckpointError("has no weights as safetensors", where=name, hint=hint)
     cached = {file.rfilename for file in listed.siblings if _is_cached(model.repository, file)}
     size, room = sum(sizes[file] for file in needed), shutil.disk_usage(_nearest(_cache())).free
     missing = sum(sizes[file] for file in needed if file not in cached)
     if missing > room:
-        hint = "Free some, or set HF_HOME to a folder on a larger disk."
-        raise CheckpointError(f"takes {missing / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free", where=name, hint=hint)
+        hint = "Free some space, or set HF_HOME to a folder on a larger disk."
+        raise CheckpointError(f"needs {missing / 1e9:.1f} GB, but {room / 1e9:.1f} GB are free", where=name, hint=hint)
     shown = f"{size / 1e9:.2f} GB, {missing / 1e9:.2f} GB of them to fetch"
     info(f"{name}: {len(needed)} files, {shown}, from {listed.sha[:12]}", "dim")
     return needed
@@ -130,8 +130,8 @@ def _verify(path: Path, name: str) -> None:
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         blob = file.resolve()
         if SHA256.fullmatch(blob.name) and (actual := cache.sha256_of(blob)) != blob.name:
-            what = f"{file.name} has the sha256 {actual[:12]}, and the hub says {blob.name[:12]}"
-            raise CheckpointError(what, where=name, hint=f"It is damaged. Remove {blob}, and try again.")
+            what = f"{file.name} has the sha256 {actual[:12]}, but the hub says {blob.name[:12]}"
+            raise CheckpointError(what, where=name, hint=f"The file is damaged. Remove {blob} and try again.")
 
 
 def transport_errors(error: type[Exception]) -> tuple[type[Exception], ...]:
@@ -148,13 +148,13 @@ def _asked(name: str, call: Callable[[], T]) -> T:
     except errors.RevisionNotFoundError:
         raise CheckpointError("the hub has no such revision", where=name, hint=SPELLED) from None
     except errors.GatedRepoError:
-        hint = "Accept its terms on its page, and set HF_TOKEN to a token of that account."
-        raise CheckpointError("is open only to those who accept its terms", where=name, hint=hint) from None
+        hint = "Accept its terms on its page, and set HF_TOKEN to a token of the same account."
+        raise CheckpointError("is gated: its terms must be accepted first", where=name, hint=hint) from None
     except errors.RepositoryNotFoundError:
-        hint = "Check the name. For a private model, set HF_TOKEN to a token that may read it."
+        hint = "Check the name. For a private model, set HF_TOKEN to a token with read access."
         raise CheckpointError("is not on the hub, or is private", where=name, hint=hint) from None
     except errors.LocalEntryNotFoundError:
-        hint = "Fetch it once with a network and without HF_HUB_OFFLINE."
+        hint = "Download it once with a network and without HF_HUB_OFFLINE."
         raise UnreachableError("is not in the cache, and the hub was not reached", where=name, hint=hint) from None
     except (errors.HfHubHTTPError, *connection) as error:
         hint = "Check the network. To use the copy in the cache, set HF_HUB_OFFLINE=1."
@@ -189,10 +189,10 @@ def locate_model(path: Path) -> Path:
     if is_of_hub(path):
         return fetched(str(path))
     if not path.exists():
-        raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
+        raise CheckpointError("does not exist", where=str(path), hint="Give a run folder, for example runs/demo.")
     kernel = core_io.kernel(path)
     if what := (f"lies in {kernel}" if kernel else "") if path.is_dir() else core_io.special(path):
-        raise DataError(what, where=str(path), hint="Name the file or the folder of a model.")
+        raise DataError(what, where=str(path), hint="Give the file or folder of a model.")
     if (path / CURRENT).is_file():
         return _of_run(path)
     for folder in (path, path / "model"):
@@ -203,7 +203,7 @@ def locate_model(path: Path) -> Path:
 
         if pickled.is_named(path):
             return pickled.converted(path)
-    hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
+    hint = "Give a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
     raise CheckpointError("holds no model", where=str(path), hint=hint)
 
 
@@ -241,7 +241,7 @@ def _is_utf8(path: Path) -> bool:
 def check(run: Path, stage: Path, damage: str) -> None:
     """Raises CheckpointError for a finished stage whose model is damaged."""
     if damage:
-        hint = f"Remove {stage / MANIFEST}, and run: {_command(run, stage.name.split('-')[1])}"
+        hint = f"Remove {stage / MANIFEST} and run: {_command(run, stage.name.split('-')[1])}"
         raise CheckpointError(f"its model is damaged: {damage}", where=str(stage), hint=hint)
 
 
@@ -253,14 +253,14 @@ def _of_run(run: Path) -> Path:
             info(f"{run}: prefer is not done, so this is the finetuned model", "yellow")
         return finished[answers] / "model"
     asked = [stage for stage in TRAINED if stage in records.stage_folders(run)]
-    hint = f"Finish it: {_command(run, asked[0])}" if asked else "Its recipe trains none: write [pretrain] into it."
+    hint = f"Finish it: {_command(run, asked[0])}" if asked else "Add [pretrain] to its recipe."
     why = "finetune is not done"
     if asked[:1] == ["pretrain"] and finished:
         why, hint = "its recipe has no [finetune]", "Write [instruct] and [finetune] into the recipe, and run it."
     if older := next(filter(None, (_older(run, stage) for stage in TRAINED if stage not in finished)), None):
         hint += f"\nOr name what was finished with other settings: {older}"
     if not finished:
-        raise CheckpointError("no model is finished with its current settings", where=str(run), hint=hint)
+        raise CheckpointError("no model with its current settings is complete", where=str(run), hint=hint)
     check(run, finished["pretrain"], _damage(finished["pretrain"]))
     info(f"{run}: {why}, so this model only continues text\n{hint}", "yellow")
     return finished["pretrain"] / "model"

@@ -109,7 +109,7 @@ def opened_model(path: Path) -> OpenedModel:
         kind, config, rows = _interpreted(model.facts, path)
         return OpenedModel(path, model.facts, kind, config, rows, model)
     if not (path / CONFIG).is_file():
-        hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
+        hint = "Give a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
         raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
     facts, kind, config, rows = understood(path / CONFIG)
     return OpenedModel(path, facts, kind, config, rows, None)
@@ -136,7 +136,9 @@ def understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, i
     facts: dict[str, Any] = {**read_file(file, ConfigFile)}
     if said := facts.get("quantization_config"):
         method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
-        what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
+        what = (
+            f"its weights are quantized (quantization_config: {method}); only float32, bfloat16 and float16 can be read"
+        )
         raise CheckpointError(what, where=str(file), hint=UNROUNDED)
     return facts, *_interpreted(facts, file)
 
@@ -147,18 +149,18 @@ def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, Mo
         kind = weights_architectures.of_file(facts)
         config, rows = kind.understand(facts), facts["vocab_size"]
         if type(rows) is not int or not 1 <= rows <= MAX_IDS:
-            raise ValueError(f"vocab_size is {shorten(repr(rows))}, and no number of ids from 1 to {MAX_IDS:,}")
+            raise ValueError(f"vocab_size is {shorten(repr(rows))}, not a number from 1 to {MAX_IDS:,}")
         for name in ("bos_token_id", "eos_token_id"):
             ids = facts[name] if isinstance(facts.get(name), list) else [facts.get(name)]
             if beyond := [id for id in ids if isinstance(id, int) and id >= rows]:
-                raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, and the last of its ids is {rows - 1:,}")
+                raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, but the last token ID is {rows - 1:,}")
         return kind, config, rows
     except KeyError as error:
         what, hint = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
     except (ValueError, TypeError) as error:
         why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
-        what = f"is of a model that is not known here: {why}"
-        hint = "Take a model of another kind: docs/understand/model-folders.md says which can be read."
+        what = f"describes a model that is not supported: {why}"
+        hint = "Use a model of another kind: docs/understand/model-folders.md lists them."
     raise CheckpointError(what, where=str(file), hint=hint)
 
 
@@ -312,8 +314,10 @@ def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:
     if layers <= len(tensors.names) and (numbers := cost(config, rows).parameters) <= 2 * held:
         return
     there = f"{layers:,} layers" if not numbers else f"{numbers:,} parameters"
-    what = f"holds {len(tensors.names):,} tensors of {held:,} numbers, and {CONFIG} is of a model of {there}"
-    raise CheckpointError(what, where=str(tensors.file), hint="One of the two is damaged, or of another model.")
+    what = f"holds {len(tensors.names):,} tensors of {held:,} numbers, but {CONFIG} describes a model of {there}"
+    raise CheckpointError(
+        what, where=str(tensors.file), hint="One of the two files is damaged or of another model. Download both again."
+    )
 
 
 def converted(
@@ -339,7 +343,9 @@ def _read(
     tensor = tensors.get(piece.theirs)
     if tensor is None:
         what = f"{piece.theirs} is missing"
-        raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
+        raise CheckpointError(
+            what, where=str(tensors.file), hint="The file belongs to another model. Use the weights of this one."
+        )
     if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
         yield piece.ours[0], tensor
         return
@@ -348,7 +354,9 @@ def _read(
     try:
         spread(piece, tensor, places)
     except ValueError as error:
-        raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
+        raise CheckpointError(
+            str(error), where=str(tensors.file), hint="The file belongs to another model. Use the weights of this one."
+        ) from None
     yield from weights.items()
 
 
@@ -358,11 +366,13 @@ def _nothing_else(tensors: TensorReader, used: set[str | None], kind: Architectu
     if tied and (head_tensor := tensors.get(head)) is not None:
         other = tensors.get(embedding)
         if other is None or head_tensor.shape != other.shape or not torch.equal(head_tensor.float(), other.float()):
-            what = f"{head} is not {embedding}, and {CONFIG} says that it is (tie_word_embeddings)"
-            hint = f"Where the head is its own, write tie_word_embeddings: false into {CONFIG}."
+            what = f"{head} differs from {embedding}, but {CONFIG} ties them (tie_word_embeddings)"
+            hint = f"If the output matrix is separate, set tie_word_embeddings: false in {CONFIG}."
             raise CheckpointError(what, where=str(tensors.file), hint=hint)
         used = used | {tensors.stored_name(head)}
     if left := sorted(name for name in tensors.names - used if not BUFFERS.fullmatch(name)):
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        what = f"holds what a {kind.name} of this {CONFIG} does not have: {shown}"
-        raise CheckpointError(what, where=str(tensors.file), hint="One of the two belongs to another model.")
+        what = f"holds tensors that a {kind.name} of this {CONFIG} does not have: {shown}"
+        raise CheckpointError(
+            what, where=str(tensors.file), hint="One of the two files belongs to another model. Download both again."
+        )

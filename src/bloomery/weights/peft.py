@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
-_AGAIN = "It is damaged, or belongs to another model."
+_AGAIN = "The adapter is damaged or belongs to another model. Use the adapter of this model."
 
 
 Alpha = Annotated[float, Field(gt=0)]
@@ -110,7 +110,7 @@ def read(folder: Path) -> Adapter:
         check_header(folder / ADAPTER_WEIGHTS, _AGAIN)
         tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS)
         if (more := _more(facts)) != "":
-            hint = "Merge it with PEFT, and take the whole model."
+            hint = "Merge it with PEFT and use the whole model."
             raise CheckpointError(f"holds more than low-rank matrices: {more}", where=str(folder), hint=hint)
         pairs, scales, magnitudes = {}, {}, {}
         for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
@@ -123,7 +123,7 @@ def read(folder: Path) -> Adapter:
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
         base = facts["base_model_name_or_path"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        what = f"holds no adapter of PEFT: {type(error).__name__}: {error}"
+        what = f"holds no PEFT adapter: {type(error).__name__}: {error}"
         raise CheckpointError(what, where=str(folder), hint=_AGAIN) from None
     for name, pair in pairs.items():
         for side, tensor in zip("AB", pair, strict=True):
@@ -131,7 +131,7 @@ def read(folder: Path) -> Adapter:
     if tensors:
         what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
         raise CheckpointError(
-            what, where=str(folder / ADAPTER_WEIGHTS), hint="Merge it with PEFT, and take the whole model."
+            what, where=str(folder / ADAPTER_WEIGHTS), hint="Merge it with PEFT and use the whole model."
         )
     for name, lengths in magnitudes.items():
         finite(f"{name}.{MAGNITUDE}", lengths, str(folder / ADAPTER_WEIGHTS), _AGAIN)
@@ -297,7 +297,7 @@ def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
     except re.error as error:
-        raise ValueError(f"a key of its patterns is no expression: {error}") from None
+        raise ValueError(f"a key of its patterns is not a regular expression: {error}") from None
 
 
 def _more(facts: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ MAX_OTHER_BYTES = 2**28
 MEMORY_BYTES = 4 * 2**30
 """Of the child, in addition to twice the file."""
 SECONDS, BYTES_A_SECOND = 120, 10 * 10**6
-HINT = "Take the same model as safetensors."
+HINT = "Use the same model as safetensors."
 CHECKPOINT_SUFFIXES = (".pt", ".pth")
 TOKENIZERS = ("*.model", "tokenizer.json")
 PLASMA_SIZES = {
@@ -113,7 +113,7 @@ def _beside(checkpoint: Path) -> Path:
     files = sorted(file for pattern in TOKENIZERS for file in checkpoint.parent.glob(pattern))
     if len(files) != 1:
         what = f"needs its tokenizer in the same folder, which has {', '.join(file.name for file in files) or 'none'}"
-        hint = f"Put the .model file there, or name it: bloomery import {checkpoint} OUT --tokenizer FILE"
+        hint = f"Put the .model file there, or add it: bloomery import {checkpoint} OUT --tokenizer FILE"
         raise CheckpointError(what, where=str(checkpoint), hint=hint)
     return files[0]
 
@@ -121,7 +121,7 @@ def _beside(checkpoint: Path) -> Path:
 def _in_cache(files: Sequence[Path], others: Mapping[str, Path]) -> Path:
     """The folder with these weights as safetensors, and other files under these names."""
     if missing := next((file for file in (*files, *others.values()) if not file.is_file()), None):
-        raise CheckpointError("does not exist", where=str(missing), hint="Fetch the whole folder.")
+        raise CheckpointError("does not exist", where=str(missing), hint="Download the whole folder.")
     if large := next((file for file in others.values() if file.stat().st_size > MAX_OTHER_BYTES), None):
         raise CheckpointError("is too large for a configuration or tokenizer", where=str(large), hint=HINT)
     named = [*((file.name, file) for file in files), *others.items()]
@@ -201,7 +201,9 @@ def plasma(held: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
     parts = [held.get(key) for key in ("model_state_dict", "config")] if isinstance(held, Mapping) else [None]
     model = parts[-1].get("model") if isinstance(parts[-1], Mapping) else None
     if not isinstance(parts[0], Mapping) or not isinstance(model, Mapping):
-        raise ValueError("it is no checkpoint of 1386.ai, which holds model_state_dict and config with the key model")
+        raise ValueError(
+            "it is not a checkpoint of 1386.ai, which holds model_state_dict and config with the key model"
+        )
     sizes: dict[str, Any] = {theirs: model.get(name) for name, theirs in PLASMA_SIZES.items()}
     theta, qk_norm = model.get("rope_theta", 10_000.0), model.get("qk_norm", False)
     if wrong := [f"{name} {value!r}" for name, value in sizes.items() if type(value) is not int or value < 1]:
@@ -212,7 +214,7 @@ def plasma(held: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"its config.model has {unknown[0]}, which is not known")
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     if head % 2 or head * sizes["num_attention_heads"] != sizes["hidden_size"]:
-        raise ValueError(f"its hidden_size {sizes['hidden_size']} is no even number for each head")
+        raise ValueError(f"its hidden_size {sizes['hidden_size']} is not an even number for each head")
     plain = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in parts[0].items()}
     weights = checked({name: tensor for name, tensor in plain.items() if name != "freqs_cis"})
     tied = "output.weight" not in weights or torch.equal(weights["output.weight"], weights["tok_emb.weight"])
@@ -220,7 +222,7 @@ def plasma(held: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for name, tensor in weights.items():
         new = next((re.sub(old, new, name) for old, new in PLASMA_NAMES if re.fullmatch(old, name)), None)
         if new is None or (len(tensor) % head and re.search(r"\.[qk]_(proj|norm)\.", name)):
-            raise ValueError(f"{name} is no weight of this model")
+            raise ValueError(f"{name} is not a weight of this model")
         if not (tied and name == "output.weight"):
             tensors[new] = _in_halves(tensor, head) if re.search(r"\.[qk]_(proj|norm)\.", name) else tensor
     architecture, kind = ("Qwen3ForCausalLM", "qwen3") if qk_norm else ("LlamaForCausalLM", "llama")
@@ -244,13 +246,13 @@ def _in_halves(weight: Tensor, head: int) -> Tensor:
 def checked(held: object) -> dict[str, Tensor]:
     """The tensors of a state dict. Raises ValueError for anything else in it."""
     if not isinstance(held, Mapping):
-        raise ValueError(f"it holds {type(held).__name__}, and no tensors by name")
+        raise ValueError(f"it holds {type(held).__name__}, not tensors by name")
     tensors: dict[str, Tensor] = {}
     for name, tensor in held.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"{name!r} is {type(tensor).__name__}, and no tensor")
+            raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
-            raise ValueError(f"{name} is no plain tensor")
+            raise ValueError(f"{name} is not a plain tensor")
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.numel() > max(reach, 0):
             raise ValueError(f"{name} has more numbers than its storage")

@@ -43,7 +43,7 @@ MAX_HEADER_BYTES = 100 * 10**6
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
 
 
-UNROUNDED = "Take the same model in one of these formats: the one that was quantized, or what its tools make of it."
+UNROUNDED = "Use the same model in one of these formats: the original, or a copy that its tools converted back."
 """The hint where a model is quantized."""
 
 
@@ -53,8 +53,8 @@ def rounded(name: str, tensor: Tensor, form: torch.dtype, where: str) -> Tensor:
     if there.dtype != tensor.dtype and not torch.equal(there.isfinite(), tensor.isfinite()):
         largest = float(tensor[tensor.isfinite()].abs().max())
         kind = str(form).removeprefix("torch.")
-        what = f"{name} holds numbers up to {largest:g}, and {kind} ends at {torch.finfo(form).max:g}"
-        raise CheckpointError(what, where=where, hint="Take float32 (--dtype float32), which holds them.")
+        what = f"{name} holds numbers up to {largest:g}, but the largest {kind} is {torch.finfo(form).max:g}"
+        raise CheckpointError(what, where=where, hint="Use --dtype float32.")
     return there
 
 
@@ -217,7 +217,7 @@ class Tensors:
             return None
         where = str(self._folder / self._files[stored])
         if (form := self._slice(stored).get_dtype()) not in NUMBERS:
-            what = f"{stored} is kept as {form}, and {', '.join(NUMBERS.values())} are read"
+            what = f"{stored} is stored as {form}; only {', '.join(NUMBERS.values())} can be read"
             raise CheckpointError(what, where=where, hint=UNROUNDED)
         try:
             tensor: Tensor = self._handle(self._files[stored]).get_tensor(stored)
@@ -266,9 +266,9 @@ class Tensors:
     def _missing(self) -> CheckpointError:
         if pickled := is_pickled(self._folder):
             what = f"its weights are a pickle ({pickled}), which could run any code while it is read"
-            hint = f"Take the same model as safetensors. Or name the file itself: {self._folder / pickled}"
+            hint = f"Use the same model as safetensors. Or give the file itself: {self._folder / pickled}"
             return CheckpointError(what, where=str(self._folder), hint=hint)
-        hint = "Name a run folder, a stage folder, a checkpoint folder, or a model folder."
+        hint = "Give a run, stage, checkpoint or model folder."
         return CheckpointError(f"there is no {WEIGHTS}", where=str(self._folder), hint=hint)
 
 
@@ -332,7 +332,7 @@ def _listed(manifest: Path, prefix: str) -> dict[str, str]:
 
 def _sums(file: Path) -> dict[str, str]:
     """Name -> sha256 of the files that are there: what a reader needs and does not find, it reports itself."""
-    hint = f"Make or fetch the folder again, or remove {file} to read it unchecked."
+    hint = f"Create or download the folder again, or remove {file} to skip the check."
     try:
         text = read_regular(file, MAX_SUMS_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError) as error:
@@ -340,5 +340,5 @@ def _sums(file: Path) -> dict[str, str]:
     lines = [_LINE.fullmatch(line) for line in text.splitlines()]
     sums = {line[2]: line[1] for line in lines if line is not None}
     if None in lines or not sums:
-        raise CheckpointError("is no list of sha256 and names", where=str(file), hint=hint)
+        raise CheckpointError("is not a list of sha256 and names", where=str(file), hint=hint)
     return {name: sha256 for name, sha256 in sums.items() if (file.parent / name).exists()}

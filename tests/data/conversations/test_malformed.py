@@ -90,7 +90,9 @@ def test_a_broken_list_of_messages_as_json_text_is_told_also_where_it_comes_firs
     assert told(found) == [("1", "bad_message"), ("2", ""), ("3", "bad_message")]
     for one in (found[0], found[2]):
         assert isinstance(one, RejectedRow)
-        assert one.problem.what.startswith("field 'messages' holds no messages: its text is no list in JSON (Expecting")
+        assert one.problem.what.startswith(
+            "field 'messages' does not hold messages: its text is no list in JSON (Expecting"
+        )
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_where_an_element_has_no_end_within_what_its_source_allows_what_follows_
     assert [len(texts) for texts in said(found)] == [2]
     [problem] = [one.problem for one in found if isinstance(one, RejectedRow)]
     assert "has at least" in problem.what
-    assert problem.what.endswith("more than max_row_bytes = 1,000; what follows it is not read")
+    assert problem.what.endswith("more than max_row_bytes = 1,000; the text after it is not read")
     (tmp_path / "a.json").rename(tmp_path / "a.txt")
     [text] = read(files(tmp_path, max_row_bytes=1000))
     assert isinstance(text, RejectedRow)

@@ -189,9 +189,14 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
         "no_messages",
         "(messages is a text, and no list of messages in JSON); its fields: ",
     ),
-    ("messages", {"messages": '[{"role": "user"'}, "bad_message", "field 'messages' holds no messages: its text is no"),
+    (
+        "messages",
+        {"messages": '[{"role": "user"'},
+        "bad_message",
+        "field 'messages' does not hold messages: its text is no",
+    ),
     ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is no list in JSON (Expecting value"),
-    ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is a text, and its answer"),
+    ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is text, but its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
     ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "excludes it from training"),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
@@ -199,12 +204,12 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "not_text", "message 1 has int as its content"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "\ud83d"}]}, "not_unicode", "half a surrogate pair"),
     ("exchanges", {"conversation": [{"input": "a"}]}, "bad_message", "exchange 1 has no input and output"),
-    ("alpaca", {"instruction": "a", "output": None}, "no_field", "has no field output or response with a text"),
+    ("alpaca", {"instruction": "a", "output": None}, "no_field", "has no text field named output or response"),
     ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "not_text", "field 'input' has int"),
     ("alpaca", {"instruction": "a", "output": "b", "history": ["c"]}, "bad_message", "pair 1 of its history"),
-    ("pairs", {"prompt": "a"}, "no_field", "has no field completion or response"),
+    ("pairs", {"prompt": "a"}, "no_field", "has no text field named completion or response"),
     ("dialogue", {"text": "Just text."}, "no_speaker", "no line begins with a speaker"),
-    ("dialogue", {"text": "Once\nUser: a\nAssistant: b"}, "no_speaker", "begins with text of nobody"),
+    ("dialogue", {"text": "Once\nUser: a\nAssistant: b"}, "no_speaker", "begins with text before the first speaker"),
 ]
 
 

@@ -139,5 +139,5 @@ def test_a_recipe_names_rules_by_kind_and_an_unknown_threshold_is_explained() ->
     assert config.rules == (Gopher(min_words=10), Code(domains=("code",)))
     with pytest.raises(ConfigError, match=r"(?s)rules\.0\.min_word: unknown key.*Did you mean 'min_words'"):
         build(Filter, {"rules": [{"kind": "gopher", "min_word": 10}]})
-    with pytest.raises(ConfigError, match="min_scores names the domain 'web' twice"):
+    with pytest.raises(ConfigError, match="min_scores has the domain 'web' twice"):
         build(Filter, {"min_scores": [{"domain": "web", "min_score": 0.1}, {"domain": "web", "min_score": 0.2}]})

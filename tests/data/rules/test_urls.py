@@ -71,7 +71,7 @@ def test_lists_stand_in_files_and_what_is_missing_or_empty_is_an_error(tmp_path:
     ]
     with pytest.raises(DataError, match=r"missing\.txt: cannot be read"):
         reasons(Urls(hosts_path=tmp_path / "missing.txt"), "http://x.org")
-    with pytest.raises(ConfigError, match="names neither hosts nor words"):
+    with pytest.raises(ConfigError, match="has neither hosts nor words"):
         build(Urls, {})
 
 

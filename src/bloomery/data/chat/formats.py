@@ -108,7 +108,7 @@ def _loaded(value: Any) -> tuple[Any, str]:
     try:
         return json.loads(value), ""
     except (ValueError, RecursionError) as error:
-        return None, f"its text is no list in JSON ({error})"
+        return None, f"its text is not a JSON list ({error})"
 
 
 def message_of(
@@ -149,10 +149,10 @@ def text_of(content: Any, whose: str, empty: bool = False) -> str | ReadError:
     if content is None and empty:
         return ""
     if isinstance(content, list):
-        what = f"{whose} holds parts of the types {', '.join(map(str, content)) or 'none'}; training uses only text"
+        what = f"{whose} has content of the types {', '.join(map(str, content)) or 'none'}; training uses only text"
         return ReadError("not_text", 0, what)
     if not isinstance(content, str):
-        return ReadError("not_text", 0, f"{whose} has {type(content).__name__} as its content, not text")
+        return ReadError("not_text", 0, f"{whose} has content of the type {type(content).__name__}, not text")
     return not_text(content, whose) or content
 
 
@@ -163,7 +163,9 @@ def _calls(message: ChatRow, whose: str) -> str | ReadError:
     for call in calls if isinstance(calls, list | tuple) else [calls]:
         named = (call.get("function") or call) if isinstance(call, Mapping) else call
         if not isinstance(named, Mapping):
-            return ReadError("bad_message", 0, f"{whose} has {type(named).__name__} as a call of a tool, not an object")
+            return ReadError(
+                "bad_message", 0, f"{whose} has a tool call of the type {type(named).__name__}, not an object"
+            )
         line = as_json(
             {"name": named.get("name"), "arguments": _arguments(named.get("arguments"))}, f"a call in {whose}"
         )
@@ -223,9 +225,9 @@ def parse_dialogue(text: str, names: tuple[str, str] | None = None) -> Messages 
     spots = _spots(text, names)
     if not spots:
         expected = f"as {names[0]!r} and {names[1]!r}" if names else 'such as "User:" and "Assistant:"'
-        return ReadError("no_speaker", 0, f"no line begins with a speaker, {expected}")
+        return ReadError("no_speaker", 0, f"no line begins with a speaker: {expected}")
     if text[: spots[0][0]].strip():
-        return ReadError("no_speaker", 0, "begins with text of nobody: a dialogue begins with who speaks")
+        return ReadError("no_speaker", 0, "begins with text before the first speaker")
     ends = [begin for begin, _, _ in spots[1:]] + [len(text)]
     return [
         Message(role=role, content=text[after:end].strip()) for (_, after, role), end in zip(spots, ends, strict=True)
@@ -411,7 +413,7 @@ def _spoken(first: Any, second: Any) -> list[Any] | ReadError | None:
     if asked is None and said is None:
         return [*first, *second] if isinstance(first, list) and isinstance(second, list) else None
     if asked is None and said is not None and said[0]["role"] != "assistant":
-        what = f"its question is a text, and its answer begins with a message of the role {said[0]['role']!r}"
+        what = f"its question is text, but its answer begins with a message of the role {said[0]['role']!r}"
         return ReadError("bad_message", 1, what)
     asked = [{"role": "user", "content": first}] if asked is None else asked
     return asked + ([{"role": "assistant", "content": second}] if said is None else said)
@@ -502,12 +504,14 @@ def _of_list(name: str, value: list[Any]) -> ChatFormat | None:
 def _list(row: ChatRow, fields: Fields) -> list[Any] | ReadError:
     lists = _lists(row, fields)
     if not lists and (broken := _broken(row, fields)):
-        return ReadError("bad_message", 0, f"field {broken[0]!r} holds no messages: {broken[1]}")
+        return ReadError("bad_message", 0, f"field {broken[0]!r} does not hold messages: {broken[1]}")
     if not lists:
         names = [fields.messages] if fields.messages else LISTS[:2]
         text = next((name for name in names if isinstance(rows.at(dict(row), name), str)), None)
         note = f" ({text} is a text, and no list of messages in JSON)" if text else ""
-        return ReadError("no_messages", 0, f"has no list {' or '.join(names)}{note}; its fields: {', '.join(row)}")
+        return ReadError(
+            "no_messages", 0, f"has no list named {' or '.join(names)}{note}; its fields: {', '.join(row)}"
+        )
     name, value = next((one for one in lists if _of_list(*one) is not None), lists[0])
     return value or ReadError("no_messages", 0, f"its list {name} is empty")
 
@@ -516,7 +520,7 @@ def _field(row: ChatRow, names: list[str] | tuple[str, ...]) -> str | ReadError:
     """The text of the first field that is there."""
     name = next((name for name in names if rows.at(dict(row), name) is not None), None)
     if name is None:
-        return ReadError("no_field", 0, f"has no field {' or '.join(names)} with a text; its fields: {', '.join(row)}")
+        return ReadError("no_field", 0, f"has no text field named {' or '.join(names)}; its fields: {', '.join(row)}")
     return text_of(joined(rows.at(dict(row), name)), f"field {name!r}")
 
 
@@ -542,7 +546,7 @@ def earlier(row: ChatRow) -> Messages | ReadError:
         return ReadError("bad_message", 0, f"its history is {type(history).__name__}, not a list of pairs")
     for number, pair in enumerate(history, 1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return ReadError("bad_message", number, f"pair {number} of its history is none")
+            return ReadError("bad_message", number, f"entry {number} of its history is not a pair")
         for role, content in zip(("user", "assistant"), pair, strict=True):
             text = text_of(content, f"pair {number} of its history")
             if isinstance(text, ReadError):
@@ -597,14 +601,14 @@ def trouble(row: ChatRow) -> ReadError | None:
         return ReadError("unknown_role", 0, f"has the role {role!r}; known: {', '.join(TREE)}")
     parent = row.get("parent_id", False)
     if not isinstance(row.get("message_id"), str) or not isinstance(parent, str | None):
-        return ReadError("bad_message", 0, "has no message_id and parent_id")
+        return ReadError("bad_message", 0, "has no message_id or no parent_id")
     for name in ("message_id", "parent_id"):
         if (problem := not_text(row[name] or "", f"field {name!r}")) is not None:
             return problem
     text = row.get("text")
     if not isinstance(text, str):
-        return ReadError("not_text", 0, f"field 'text' has {type(text).__name__} as its content, not text")
-    deleted = ReadError("deleted", 0, "was deleted by its data set") if row.get("deleted") else None
+        return ReadError("not_text", 0, f"field 'text' holds {type(text).__name__}, not text")
+    deleted = ReadError("deleted", 0, "is marked as deleted in its data set") if row.get("deleted") else None
     return not_text(text) or deleted
 
 
@@ -640,7 +644,7 @@ def paths(numbered_rows: Iterable[tuple[int, ChatRow]]) -> Iterator[Path | tuple
             if answers and not any(below.get(child) for child in children):
                 yield Path(node.number, name, said, root)
             elif not answers and not children:
-                yield node.number, ReadError("unanswered", 0, "nobody has answered it")
+                yield node.number, ReadError("unanswered", 0, "it has no answer")
     for name, node in nodes.items():
         if name not in seen:
-            yield node.number, ReadError("orphan", 0, f"the message {node.parent!r} that it answers is not there")
+            yield node.number, ReadError("orphan", 0, f"its parent message {node.parent!r} is missing")

@@ -206,7 +206,7 @@ def understood(row: PreferenceRow, how: PairRows) -> Understood | ReadError:
     """A row as two judged answers, or why it is none."""
     chosen, rejected = _found(row, how.chosen_field, CHOSEN), _found(row, how.rejected_field, REJECTED)
     if chosen is None or rejected is None:
-        return ReadError("unknown_shape", 0, f"has no two answers; its fields: {', '.join(row)}")
+        return ReadError("unknown_shape", 0, f"does not have two answers; its fields: {', '.join(row)}")
     prompt = _prompt(row, how)
     if isinstance(prompt, ReadError):
         return prompt
@@ -231,7 +231,7 @@ def _split(prompt: Messages, first: Messages, second: Messages) -> Understood | 
     if not first or not second:
         return ReadError("same_answer", 0, "the two answers are the same, or one is the beginning of the other")
     if not before or before[-1]["role"] == "assistant":
-        what = "nothing stands before the answers" if not before else "an assistant's message stands before the answers"
+        what = "it has no prompt" if not before else "the message before the answers is the assistant's"
         return ReadError("no_prompt", 0, what)
     for name, answer in (("chosen", first), ("rejected", second)):
         if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
@@ -297,7 +297,7 @@ def _said(value: Any, role: str, *, alone: bool = False) -> Messages | ReadError
     listed = [{"role": role, "content": value}] if isinstance(value, str) else value
     listed = [listed] if isinstance(listed, Mapping) else listed
     if not isinstance(listed, list) or not listed:
-        return ReadError("not_text", 0, f"holds {type(value).__name__} where a text or messages are wanted")
+        return ReadError("not_text", 0, f"holds {type(value).__name__}, not text or messages")
     row = {"messages": listed}
     shape = "sharegpt" if isinstance(listed[0], Mapping) and "from" in listed[0] else "messages"
     return formats.READ[shape](row, Fields(messages="messages"))  # type: ignore[index]
@@ -366,12 +366,12 @@ def read_arithmetic(
         if value is None:
             return ReadError("no_field", 0, f"has no field {name!r}; its fields: {', '.join(row)}")
         if not isinstance(value, str) or not value.strip():
-            return ReadError("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
+            return ReadError("not_text", 0, f"field {name!r} holds {type(value).__name__}, not text")
         if problem := not_text(value, f"field {name!r}"):
             return problem
         fields[name] = value
     if not any(sign.isdigit() for sign in fields[answer_field]):
-        return ReadError("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")
+        return ReadError("no_number", 0, f"field {answer_field!r} holds no number to check an answer against")
     return ArithmeticProblem(fields[question_field], fields[answer_field], source, location, id)
 
 

@@ -189,9 +189,9 @@ class Conversations(Config):
     def _names_differ(self) -> "Conversations":
         names = [source.name for source in self.sources]
         if SYNTHESIZE in names:
-            raise ValueError(f"the name {SYNTHESIZE!r} is reserved for the conversations of that stage")
+            raise ValueError(f"the name {SYNTHESIZE!r} is reserved for the stage of that name")
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
+            raise ValueError(f"two sources have the name {twice[0]!r}; give each its own name")
         return self
 
     @property
@@ -284,7 +284,7 @@ def _files(source: Shaped) -> Iterator[_File]:
     listed = download.listing(repository, source.files, config=source.config, split=source.split)
     others = [file.name for file in listed if _ending(file.name) is None]
     if others and (source.files or source.config is not None or len(others) == len(listed)):
-        hint = f"Name files of it that end in {', '.join(ENDINGS)}, in files of source {source.name!r}."
+        hint = f"Set files of source {source.name!r} to files that end in {', '.join(ENDINGS)}."
         raise DataError(f"no conversations are read from {others[0]}", where=source.dataset, hint=hint)
     listed = [file for file in listed if file.name not in others]
     if source.max_conversations is not None:
@@ -301,7 +301,7 @@ def local_files(source: ChatFiles) -> list[tuple[str, Path]]:
         return files
     kept = [(name, path) for name, path in files if _ending(name) is not None]
     if not kept:
-        hint = f"Name a file, or a folder of files, that end in {', '.join(ENDINGS)}, or .gz and .zst of them."
+        hint = f"Give a file or folder with names that end in {', '.join(ENDINGS)}, also with .gz or .zst."
         raise DataError("holds no conversations", where=str(source.path), hint=hint)
     return kept
 
@@ -347,7 +347,7 @@ def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterato
         elif ending == ".parquet":
             numbered_rows = _columns(file, looked_at)
         elif ending in (".txt", ".text"):
-            numbered_rows = iter([(0, ReadError("no_rows", 0, "is text, and rows are wanted"))])
+            numbered_rows = iter([(0, ReadError("no_rows", 0, "holds plain text, not rows"))])
         else:
             numbered_rows = rows.jsonl(file.path, source.max_row_bytes, setting=readers_bytes.ROW)
         for ending, row in _placed(numbered_rows):
@@ -377,11 +377,11 @@ def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, Row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None) is not None:
             raise readers_bytes.unreadable(file.path, error) from None
-        yield 0, ReadError("torn", 0, f"is no parquet file, or broken: {error}")
+        yield 0, ReadError("torn", 0, f"is not a valid Parquet file: {error}")
         return
     kept = [name for name in names if name in looked_at]
     if not kept:
-        what = f"has none of the columns that are looked for; its columns: {', '.join(names)}"
+        what = f"has none of the columns that a known format needs; its columns: {', '.join(names)}"
         yield 0, ReadError("no_column", 0, what)
         return
     most = file.source.max_row_bytes
@@ -435,7 +435,7 @@ def _read(shape: ChatFormat | None, row: ChatRow, source: Shaped) -> Messages | 
     """A row by its file's shape. Of merged tables, where other columns hold nothing, by that of those with values."""
     shape = shape or formats.hollow(row, source.fields)
     if shape is None:
-        what = f"has the shape of no conversation; its fields: {', '.join(row)}"
+        what = f"matches no known conversation format; its fields: {', '.join(row)}"
         return ReadError("unknown_shape", 0, what)
     messages = formats.READ[shape](row, source.fields)
     merged = source.shape is None and any(one is None or (one == [] and name in LISTS) for name, one in row.items())
@@ -449,7 +449,7 @@ def _read(shape: ChatFormat | None, row: ChatRow, source: Shaped) -> Messages | 
 def _item(file: _File, ending: str, row: ChatRow | None, messages: Messages | ReadError, group: str = "") -> ChatItem:
     location, source = f"{file.where}{ending}", file.source
     if isinstance(messages, list) and not any(message["role"] == "assistant" for message in messages):
-        messages = ReadError("nothing_to_learn", 0, "no message is the assistant's")
+        messages = ReadError("nothing_to_learn", 0, "it has no assistant message")
     own, license = (row or {}).get("id"), (row or {}).get("license")
     for name, value in (("id", own), ("license", license)):
         if isinstance(messages, list) and isinstance(value, str):

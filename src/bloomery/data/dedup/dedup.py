@@ -315,7 +315,7 @@ class Deduplicator:
         """Ranks, exact copies and the first pairs. Returns the number of documents."""
         documents = candidates.rank(connection, self._signatures)
         if documents * BYTES_PER_DOCUMENT > self.memory_bytes:
-            hint = f"Give at least memory_bytes={documents * BYTES_PER_DOCUMENT}, or deduplicate in pieces."
+            hint = f"Set at least memory_bytes={documents * BYTES_PER_DOCUMENT}, or use fewer documents."
             raise DataError(f"memory_bytes={self.memory_bytes} is too little for {documents} documents", hint=hint)
         connection.execute("CREATE TABLE compared (early UINTEGER, late UINTEGER)")
         connection.execute("CREATE TABLE edges (late UINTEGER, early UINTEGER, jaccard DOUBLE)")

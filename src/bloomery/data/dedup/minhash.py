@@ -280,8 +280,8 @@ class Corpus:
         """Raises DataError where two files have the same name: their documents go to files of that name."""
         names = [path.stem for path in paths]
         if twice := repeated(names):
-            hint = "Give the files names of their own."
-            raise DataError(f"two files of documents have the name {twice[0]!r}", hint=hint)
+            hint = "Rename one of the files."
+            raise DataError(f"two document files have the name {twice[0]!r}", hint=hint)
         counts = [data_documents.count_part(path) for path in paths]
         return cls(paths=paths, begins=np.cumsum([0, *counts])[:-1].tolist(), documents=sum(counts))
 

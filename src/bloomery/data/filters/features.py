@@ -472,7 +472,9 @@ def lines_of(path: Path) -> list[str]:
         core_io.check_regular(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), hint="A list is UTF-8 text, one a line.") from None
+        raise DataError(
+            f"cannot be read: {error}", where=str(path), hint="Use a UTF-8 text file with one entry a line."
+        ) from None
     stripped = (line.strip().lower() for line in text.split("\n"))
     return [line for line in stripped if line and not line.startswith("#")]
 

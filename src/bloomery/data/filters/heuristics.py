@@ -216,7 +216,7 @@ class Urls(FilterBase):
     @model_validator(mode="after")
     def _names_something(self) -> "Urls":
         if not (self.hosts or self.words or self.hosts_path or self.words_path):
-            raise ValueError("names neither hosts nor words, so that it drops nothing")
+            raise ValueError("has neither hosts nor words, so it drops nothing: set one of them")
         return self
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:

@@ -231,7 +231,7 @@ def split(groups: Sequence[str], truth: Truth, held_out: float, seed: int) -> tu
             positive, negative = int(truth[mask].sum()), int((~truth[mask]).sum())
             lacks = f"the part of the examples that {name} has {positive} positive and {negative} negative texts"
             what = f"{lacks}, of {len(groups)} examples in {len(set(groups))} groups"
-            hint = f"Give more of both: with held_out={held_out:g}, {enough(held_out)} groups with both are enough."
+            hint = f"Add examples of both: with held_out={held_out:g}, {enough(held_out)} groups with both are enough."
             raise TooFewExamplesError(what, where="classify", hint=hint)
     return parts
 

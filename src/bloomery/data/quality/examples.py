@@ -243,40 +243,40 @@ def _rows(path: Path, fields: Sequence[str], group: str | None) -> Iterator[tupl
         return rows.parquet(path, [*fields, *([group] if group else [])])
     if path.name.endswith(LINES):
         return rows.jsonl(path)
-    hint = "Give a .jsonl (.gz and .zst too) or .parquet file."
+    hint = "Use a .jsonl file (also .jsonl.gz or .jsonl.zst) or a .parquet file."
     raise DataError(f"{path.name} is neither jsonl nor parquet", where=str(path), hint=hint)
 
 
 def _text(row: Mapping[str, Any], field: str, where: str) -> str:
     if field not in row:
-        hint = f"Name the field of the text with text_field; the row has {', '.join(map(repr, row)) or 'none'}."
+        hint = f"Set text_field to the field that holds the text; the row has {', '.join(map(repr, row)) or 'none'}."
         raise DataError(f"has no field {field!r}", where=where, hint=hint)
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"its {field} is {text!r}, which is no text", where=where, hint="Repair or remove this row.")
+        raise DataError(f"its {field} is {text!r}, not text", where=where, hint="Repair or remove this row.")
     if not text.strip():
-        raise DataError(f"its {field} is empty, so there is nothing to learn", where=where, hint="Remove this row.")
+        raise DataError(f"its {field} is empty", where=where, hint="Remove this row.")
     return text
 
 
 def _side(row: Mapping[str, Any], field: str, labels: Labels, where: str) -> bool | None:
     """Whether a row is positive; None where its label lies between the two thresholds."""
     if field not in row:
-        hint = f"Name the field of the label with label_field; the row has {', '.join(map(repr, row)) or 'none'}."
+        hint = f"Set label_field to the field that holds the label; the row has {', '.join(map(repr, row)) or 'none'}."
         raise DataError(f"has no field {field!r}", where=where, hint=hint)
     label = row[field]
     if labels.positive_from is not None:
         below = labels.positive_from if labels.negative_below is None else labels.negative_below
         if isinstance(label, int | float) and label == label:
             return True if label >= labels.positive_from else False if label < below else None
-        raise DataError(f"has label {label!r}, which is no number", where=where, hint="Repair or remove this row.")
+        raise DataError(f"has label {label!r}, not a number", where=where, hint="Repair or remove this row.")
     if any(_same(label, one) for one in labels.positive):
         return True
     if any(_same(label, one) for one in labels.negative):
         return False
     known = f"positive {', '.join(map(repr, labels.positive))}; negative {', '.join(map(repr, labels.negative))}"
     hint = f"Known labels are {known}. Add it to `positive` or `negative`, or remove this row."
-    raise DataError(f"has label {label!r}, which is neither", where=where, hint=hint)
+    raise DataError(f"has label {label!r}, which is neither positive nor negative", where=where, hint=hint)
 
 
 def _same(label: Any, known: TextLabel) -> bool:
@@ -288,7 +288,7 @@ def _group(row: Mapping[str, Any], field: str | None, text: str, where: str) -> 
     if field is None:
         return hashlib.sha256(" ".join(re.findall(r"\w+", text.lower())).encode("utf-8", "replace")).hexdigest()
     if row.get(field) is None:
-        raise DataError(f"has no {field}", where=where, hint="Give every row a group, or leave group_field out.")
+        raise DataError(f"has no {field}", where=where, hint="Give every row a group, or remove group_field.")
     return str(row[field])
 
 
@@ -296,7 +296,7 @@ def _both_sides(examples: Sequence[TextExample], path: Path, field: str) -> None
     positives = sum(example.positive for example in examples)
     if positives in (0, len(examples)):
         have = f"{len(examples)} texts, {positives} of them positive"
-        hint = "A classifier needs texts of both classes: check `positive` and `negative`, or the file."
+        hint = "Add texts of the missing class, or check `positive` and `negative`."
         raise DataError(f"has {have}, by {field}", where=str(path), hint=hint)
 
 

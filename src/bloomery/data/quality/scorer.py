@@ -94,7 +94,7 @@ def load(folder: Path) -> Classifier:
     try:
         arrays = safetensors.load((folder / ARRAYS).read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"holds no classifier that can be read: {error}", where=str(folder), hint=hint) from None
+        raise DataError(f"holds no readable classifier: {error}", where=str(folder), hint=hint) from None
     if facts["format"] != FORMAT or facts["tokens"] != hashing.TOKENS:
         raise DataError(f"its format is {facts['format']}, not {FORMAT}", where=str(folder / FACTS), hint=hint)
     gram_sizes = facts["grams"]
@@ -103,7 +103,7 @@ def load(folder: Path) -> Classifier:
     )
     grams = NgramSizes(gram_sizes["buckets"], words, characters)
     if arrays.keys() < {"weights", "bias"} or arrays["weights"].shape != (grams.buckets,) or not arrays["bias"].size:
-        what = f"its arrays are no weights of {grams.buckets} buckets"
+        what = f"its arrays are not weights of {grams.buckets} buckets"
         raise DataError(what, where=str(folder / ARRAYS), hint=AGAIN)
     return Classifier(arrays["weights"], float(arrays["bias"][0]), grams, facts["characters"])
 

@@ -73,9 +73,9 @@ class Threshold(Config):
     @model_validator(mode="after")
     def _one_threshold(self) -> "Threshold":
         if (self.min_score is None) == (self.max_score is None):
-            raise ValueError("a limit has either min_score or max_score")
+            raise ValueError("a threshold needs exactly one of min_score and max_score")
         if self.max_score is not None and self.heuristic_weight:
-            raise ValueError("the heuristic is high for good text: heuristic_weight goes with min_score")
+            raise ValueError("the heuristic is high for good text: use heuristic_weight with min_score")
         return self
 
     @property
@@ -99,7 +99,7 @@ def spelled_out(limits: tuple[Threshold, ...] | str) -> tuple[Threshold, ...]:
     if not isinstance(limits, str):
         return limits
     if limits not in PRESETS:
-        raise ValueError(f"there are no limits named {limits!r}; there are {', '.join(map(repr, PRESETS))}")
+        raise ValueError(f"there is no threshold preset {limits!r}; use {', '.join(map(repr, PRESETS))}")
     return PRESETS[limits]
 
 
@@ -177,8 +177,8 @@ def load(folder: Path, limits: Sequence[Threshold], *, min_score: float, min_sco
     if (folder / LEFT_OUT).exists():
         left_out = read_record(folder / LEFT_OUT, list[NotLearned], error=DataError, fix=scorer.AGAIN)
     if left_out and (limits or min_score or min_scores):
-        what = f"a limit asks for scores, and {left_out[0]['name']!r} was not learned: {left_out[0]['why']}"
-        raise DataError(what, where="filter", hint="Fetch more documents, or leave the limits out.")
+        what = f"a threshold needs scores, but {left_out[0]['name']!r} was not trained: {left_out[0]['why']}"
+        raise DataError(what, where="filter", hint="Fetch more documents, or remove the thresholds.")
     if not facts and not left_out:
         raise DataError("holds no classifier", where=str(folder), hint="Run the stage classify again.")
     keep = {one["name"]: one["keep"] for one in facts}
@@ -196,15 +196,15 @@ def load(folder: Path, limits: Sequence[Threshold], *, min_score: float, min_sco
 def _check(bound: Bound, keep: Mapping[str, str]) -> None:
     name = bound.limit.classifier
     if name not in keep:
-        hint = f"There are {', '.join(map(repr, keep))}; name it in [[classify.classifiers]]."
+        hint = f"Use {', '.join(map(repr, keep))}, or add it to [[classify.classifiers]]."
         raise DataError(f"no classifier is named {name!r}", where="filter.thresholds", hint=hint)
     if keep[name] == "low" and bound.limit.min_score is not None:
         where = "filter.min_score" if bound.reason == "classifier" else "filter.thresholds"
-        hint = "Give a limit with max_score in [[filter.thresholds]]."
-        raise DataError(f"high scores of {name!r} are of text to drop", where=where, hint=hint)
+        hint = "Use max_score instead, in [[filter.thresholds]]."
+        raise DataError(f"high scores of {name!r} mark text to drop", where=where, hint=hint)
     if keep[name] == "high" and bound.limit.max_score is not None:
-        hint = "Give a limit with min_score in [[filter.thresholds]]."
-        raise DataError(f"high scores of {name!r} are of text to keep", where="filter.thresholds", hint=hint)
+        hint = "Use min_score instead, in [[filter.thresholds]]."
+        raise DataError(f"high scores of {name!r} mark text to keep", where="filter.thresholds", hint=hint)
 
 
 @dataclass

@@ -127,7 +127,7 @@ def lines(
 
     for chunk in chunks(path, span):
         if isinstance(chunk, ReadError):
-            yield number, ReadError(chunk.reason, number, f"{chunk.what} (line {number} is not whole)")
+            yield number, ReadError(chunk.reason, number, f"{chunk.what} (line {number} is incomplete)")
             return
         start = 0
         while end := chunk.find(b"\n", start) + 1:
@@ -168,7 +168,7 @@ def too_long(size: int, max_bytes: int, what: str, least: str = "", *, setting: 
 
 def unreadable(path: Path, error: Exception) -> DataError:
     """The error for a file that is absent or closed to this user, or whose disk fails."""
-    hint = "Check that the file is there and may be read."
+    hint = "Check that the file exists and that you may read it."
     return DataError(f"cannot be read: {error}", where=str(path), hint=hint)
 
 
@@ -226,9 +226,7 @@ def _unpacked(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[bytes | 
                 yield b"".join(held)
                 held, size = [], 0
             if unpacked_bytes > BOMB_BYTES and unpacked_bytes > BOMB_RATIO * read_bytes:
-                what = (
-                    f"its first {read_bytes:,} bytes unpack to more than {unpacked_bytes:,}: this is a bomb, not text"
-                )
+                what = f"its first {read_bytes:,} bytes unpack to more than {unpacked_bytes:,}: a decompression bomb"
                 problem = ReadError("bomb", unpacked_bytes, what)
                 break
     except (EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -251,4 +249,4 @@ def _frames(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[tuple[int,
             after = frame.rest()
             frame, rest = (frame, b"") if after is None else (None, after)
     if frame is not None:
-        raise EOFError("its last frame is not whole")
+        raise EOFError("its last frame is incomplete")

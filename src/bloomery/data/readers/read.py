@@ -49,7 +49,7 @@ class FieldIs(Config):
     @model_validator(mode="after")
     def _asks_for_something(self) -> "FieldIs":
         if self.at_least is None and self.at_most is None and not self.one_of:
-            raise ValueError(f"the condition on field {self.field!r} asks for nothing; say at_least, at_most or one_of")
+            raise ValueError(f"the condition on field {self.field!r} is empty; set at_least, at_most or one_of")
         return self
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
@@ -62,7 +62,7 @@ class FieldIs(Config):
             return None if same else ReadError(name, 0, f"{self.field} is {value!r}")
         number = rows.number(value)
         if number is None:
-            return ReadError(f"{name}.missing", 0, f"field {self.field!r} holds no number, but {value!r}")
+            return ReadError(f"{name}.missing", 0, f"field {self.field!r} is {value!r}, not a number")
         return _outside(name, number, self.at_least, self.at_most)
 
 
@@ -229,7 +229,7 @@ class TableSource(FileSource):
     @model_validator(mode="after")
     def _template_names_fields(self) -> "TableSource":
         if self.template is not None and not [name for _, name in _template(self.template) if name]:
-            raise ValueError(f'template {self.template!r} names no field in braces, as in "{{title}}"')
+            raise ValueError(f'template {self.template!r} has no field in braces, such as "{{title}}"')
         return self
 
 
@@ -240,7 +240,7 @@ def _template(template: str) -> list[tuple[str, str | None]]:
     except ValueError as error:
         raise ValueError(f"template {template!r}: {error}") from None
     if any(name == "" for _, name in pieces):
-        raise ValueError(f"template {template!r} has braces without a field's name")
+        raise ValueError(f"template {template!r} has braces without a field name")
     return pieces
 
 
@@ -305,9 +305,9 @@ def items(
         if isinstance(item, RejectedDocument) and _stops(source, form, item.problem):
             hint = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to continue without it.'
             if item.problem.reason == "no_column":
-                hint = f"Say which column holds it: text_field or id_field of source {source.name!r}. {hint}"
+                hint = f"Set text_field or id_field of source {source.name!r} to the right column. {hint}"
             if item.problem.reason == "too_long":
-                hint = f"Raise max_document_bytes of source {source.name!r} if that is a document. {hint}"
+                hint = f"If it is a document, raise max_document_bytes of source {source.name!r}. {hint}"
             raise DataError(item.problem.what, where=item.where, hint=f"{item.problem.hint} {hint}".lstrip())
         yield item
 
@@ -420,7 +420,7 @@ def _table(source: FileSource, path: Path, name: str, form: FileFormat, context:
 
 
 def _no_rows(source: FileSource, path: Path, name: str) -> DocumentItem:
-    return make_item(source, name, ReadError("no_rows", 0, "is empty: it holds no rows"), where=str(path))
+    return make_item(source, name, ReadError("no_rows", 0, "holds no rows"), where=str(path))
 
 
 def _rows(

@@ -73,7 +73,7 @@ def checked(text: str) -> str | ReadError:
         utf8_bytes(text)
     except UnicodeEncodeError as error:
         spot = error.start
-        return ReadError("not_unicode", spot, f"character {spot} is half a surrogate pair, which no UTF-8 can hold")
+        return ReadError("not_unicode", spot, f"character {spot} is half a surrogate pair, which UTF-8 cannot hold")
     return text
 
 
@@ -112,7 +112,7 @@ def jsonl(
             continue
         row = _object(line, number)
         if isinstance(row, ReadError) and row.reason == "not_json" and not line.endswith(b"\n"):
-            row = ReadError("torn", row.value, f"{row.what}; it is the last line and has no end: the file was cut")
+            row = ReadError("torn", row.value, f"{row.what}; it is the last line and incomplete: the file was cut off")
         yield number, row
 
 
@@ -122,7 +122,7 @@ def _object(line: bytes, number: int) -> RowOrError:
     except UnicodeDecodeError as error:
         if number == 1 and (other := marked(line)):
             return other
-        what = f"line {number}, byte {error.start} of it, holds 0x{line[error.start]:02x}, which is not UTF-8"
+        what = f"line {number}, byte {error.start}, holds 0x{line[error.start]:02x}, which is not UTF-8"
         return ReadError("not_utf8", number, what, UNMARKED)
     except (ValueError, RecursionError) as error:
         return ReadError("not_json", number, f"line {number} is not JSON ({error})")
@@ -186,7 +186,10 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns, which it decodes
         if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
             raise readers_bytes.unreadable(path, error) from None
-        yield number, ReadError("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
+        yield (
+            number,
+            ReadError("torn", number, f"is not a valid Parquet file, or is broken from row {number} on: {error}"),
+        )
 
 
 def crashes(path: Path) -> ReadError | None:
@@ -207,7 +210,7 @@ def _bomb(group: Any, selected: Sequence[str]) -> ReadError | None:
     for column in map(group.column, range(group.num_columns)):
         size, packed = column.total_uncompressed_size, column.total_compressed_size
         if column.path_in_schema.partition(".")[0] in selected and size > BOMB_BYTES and size > BOMB_RATIO * packed:
-            what = f"the {packed:,} bytes of {group.num_rows:,} rows unpack to {size:,}: this is a bomb, not text"
+            what = f"the {packed:,} bytes of {group.num_rows:,} rows unpack to {size:,}: a decompression bomb"
             return ReadError("bomb", size, what)
     return None
 
@@ -217,9 +220,7 @@ def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str
     for name in (*columns, *optional):
         known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
         if names.count(known) > 1:
-            return ReadError(
-                "no_column", 0, f"has {names.count(known)} columns of the name {known!r}: which one is meant?"
-            )
+            return ReadError("no_column", 0, f"has {names.count(known)} columns named {known!r}; rename all but one")
         if known is None and name in columns:
             return ReadError("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
         if known is not None:
@@ -262,7 +263,7 @@ def _cell(scalar: "pa.Scalar") -> Any:
             "not_utf8", error.start, f"a text in it holds 0x{error.object[error.start]:02x}, which is not UTF-8"
         )
     except (ValueError, OverflowError) as error:  # a date of the year 60000, two fields of one name in an object
-        return ReadError("bad_cell", 0, f"a {scalar.type} in it is no value that can be read: {error}")
+        return ReadError("bad_cell", 0, f"a {scalar.type} in it cannot be read: {error}")
 
 
 def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
@@ -372,7 +373,7 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
             text.at += 1
             text.skip(SPACE)
             if text.problem or text.at < len(text.held):
-                what = f"the list ends before line {text.line} does; what follows it is not read"
+                what = f"the list ends before line {text.line} does; the text after it is not read"
                 yield text.line, text.problem or ReadError("not_json", text.line, what)
             return
         line = text.line
@@ -383,10 +384,13 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
             except (ValueError, RecursionError) as error:
                 if len(text.held) - text.at > max_bytes:
                     problem = _too_long(text.held[text.at :], max_bytes, line, "at least ")
-                    yield line, ReadError(problem.reason, problem.value, f"{problem.what}; what follows it is not read")
+                    yield (
+                        line,
+                        ReadError(problem.reason, problem.value, f"{problem.what}; the text after it is not read"),
+                    )
                     return
                 if not text.more():
-                    what = f"the list is broken in the element on line {line}; what follows it is not read ({error})"
+                    what = f"the list is broken in the element on line {line}; the text after it is not read ({error})"
                     yield line, text.problem or ReadError("torn", line, what)
                     return
         held = text.held[text.at : end] if 4 * (end - text.at) > max_bytes else ""
@@ -435,7 +439,7 @@ class _Text:
             try:
                 pieces.append(self._decoder.decode(chunk))
             except UnicodeDecodeError as error:
-                what = f"holds 0x{error.object[error.start]:02x} behind line {line}, which is not UTF-8"
+                what = f"holds 0x{error.object[error.start]:02x} after line {line}, which is not UTF-8"
                 self.problem = marked(error.object) if line == 1 else None
                 self.problem = self.problem or ReadError("not_utf8", line, what, UNMARKED)
                 break

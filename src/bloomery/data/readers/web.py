@@ -61,7 +61,7 @@ def records(path: Path, max_bytes: int) -> Iterator[tuple[int, WarcRecord]]:
             break
         length = (fields or {}).get("content-length", "")
         if fields is None or not (length.isascii() and length.isdigit()):
-            yield number, _lost(ReadError("not_warc", number, f"what begins as {line[:40]!r} is no record"))
+            yield number, _lost(ReadError("not_warc", number, f"the bytes from {line[:40]!r} on are not a WARC record"))
             line = stream.line()
             while line is not None and not line.startswith(b"WARC/"):
                 line = stream.line()
@@ -75,7 +75,7 @@ def records(path: Path, max_bytes: int) -> Iterator[tuple[int, WarcRecord]]:
             yield number, _record(kind, url, block, int(length), max_bytes)
         line = stream.line()
     if not whole and stream.problem is None:
-        stream.problem = ReadError("torn", number, f"record {number} is not whole: the file was cut")
+        stream.problem = ReadError("torn", number, f"record {number} is incomplete: the file was cut off")
     if stream.problem is not None:
         yield number + whole, _lost(stream.problem)
 
@@ -101,7 +101,7 @@ def _record(kind: str, url: str | None, block: bytes, length: int, max_bytes: in
         code = int(status[1]) if status else 0
         data = ReadError("http_status", code, f"the server answered {code or first[:40]}")
     elif kind not in PAGES and kind != "text/plain":
-        data = ReadError("not_html", 0, f"its type is {kind or 'not told'}")
+        data = ReadError("not_html", 0, f"its type is {kind or 'not given'}")
     else:
         data = _body(body, fields, max_bytes)
     return WarcRecord(url, data, kind in PAGES, charset[1] if charset else None)
@@ -121,7 +121,7 @@ def _body(data: bytes, fields: Mapping[str, str], max_bytes: int) -> bytes | Rea
         except zlib.error as error:
             return ReadError("torn", 0, f"its compressed content is broken: {error}")
     elif encoding not in ("gzip", "x-gzip", "deflate", "identity", ""):
-        return ReadError("not_html", 0, f"it is packed as {encoding[:20]!r}, which is not read")
+        return ReadError("not_html", 0, f"its encoding {encoding[:20]!r} is not supported")
     return data if len(data) <= max_bytes else readers_bytes.too_long(len(data), max_bytes, "it", "at least ")
 
 

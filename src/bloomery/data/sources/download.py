@@ -129,7 +129,7 @@ def download(file: WebFile, *, attempts: int, token: str | None = None, offline:
             own = token if http_client.host(address) == http_client.host(file.addresses[0]) else None
             _Download(file, path, address, own).run(attempts)
 
-        hint = "What has arrived is kept: run it again later."
+        hint = "Run the same command again later. The downloaded part is kept."
         _first(file.addresses, at, where=file.name, what="cannot be downloaded", hint=hint)
 
     return cached(file.content, file.name, file.num_bytes, fetch, where=file.name, offline=offline)
@@ -159,8 +159,8 @@ def cached(
 
 def not_cached(where: str, subject: str = "") -> UnreachableError:
     """The error of offline mode, to be raised; `subject` is what is missing, where it is not `where` itself."""
-    hint = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
-    what = f"{subject} is not in the cache {root()}, and this is offline mode".lstrip()
+    hint = "Run once without offline and HF_HUB_OFFLINE, or set BLOOMERY_CACHE to a cache that has it."
+    what = f"{subject} is not in the cache {root()}, and offline mode is on".lstrip()
     return UnreachableError(what, where=where, hint=hint)
 
 
@@ -203,7 +203,7 @@ class _Download:
                 self._discard()
                 if second_try:
                     raise RefusedError(
-                        f"{error}, twice", "Report it to who serves the file, or use a mirror."
+                        f"{error}, twice", "Report it to the owner of the server, or use a mirror."
                     ) from None
                 second_try, reached = True, 0
                 info(f"{self.file.name}: {error}; fetching it again", style="yellow")
@@ -228,7 +228,7 @@ class _Download:
         if begun and begun == self.file.num_bytes:
             return
         if self.file.num_bytes is not None and begun > self.file.num_bytes:
-            raise WrongBytesError(f"has more than the {self.file.num_bytes:,} bytes that it should have")
+            raise WrongBytesError(f"has more than the expected {self.file.num_bytes:,} bytes")
         condition = self._rest(begun) if begun else None
         with http_client.asked(
             "GET", self.address, token=self.token, headers=condition, page=self.file.page
@@ -258,7 +258,7 @@ class _Download:
         said = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
         if not said or int(said[1]) != begun:
             self._discard()
-            raise PassingError("the server sent another range than the one it was asked for")
+            raise PassingError("the server sent a range that was not requested")
         if said[2] != "*" and self.file.num_bytes not in (None, int(said[2])):
             raise WrongBytesError(f"has {int(said[2]):,} bytes instead of {self.file.num_bytes:,}")
 
@@ -266,7 +266,7 @@ class _Download:
         etag = _named(response.headers)
         if self.file.content.kind == "etag" and self.file.etag and etag and etag != self.file.etag:
             self._discard()
-            hint = "Run the same command again: it then begins with the new version."
+            hint = "Run the same command again to use the new version."
             raise DataError("has changed on its server since this run began", where=self.file.name, hint=hint)
 
     def _receive(self, response: Any, begun: int) -> None:
@@ -528,11 +528,11 @@ def _of_config(repository: Repository, config: str, split: str) -> list[str]:
     ask = partial(_configs, repository)
     declared = _noted(repository, note, dict[str, dict[str, list[str]]], "the list of its configs", ask)
     if config not in declared:
-        hint = f'Its configs: {", ".join(declared) or "none"}. Or name files = ["folder/*.parquet"].'
+        hint = f'Use one of its configs: {", ".join(declared) or "none"}. Or set files = ["folder/*.parquet"].'
         raise DataError(f"its card declares no config {config!r}", where=repository.dataset, hint=hint)
     patterns = declared[config].get(split, [])
     if not patterns:
-        hint = f"Its splits: {', '.join(declared[config]) or 'none'}."
+        hint = f"Use one of its splits: {', '.join(declared[config]) or 'none'}."
         raise DataError(f"config {config!r} has no split {split!r}", where=repository.dataset, hint=hint)
     return patterns
 
@@ -579,8 +579,10 @@ def _ask(repository: Repository, question: Callable[[Any], T]) -> T:
         call = _translated(partial(question, api), repository)
         return http_client.patiently(call, attempts=repository.attempts, what=repository.dataset)
 
-    hint = "Look at the network, or set offline = true."
-    return _first(repository.endpoints, at, where=repository.dataset, what="the hub does not list it", hint=hint)
+    hint = "Check the network, or set offline = true."
+    return _first(
+        repository.endpoints, at, where=repository.dataset, what="the hub could not list its files", hint=hint
+    )
 
 
 def _translated(call: Callable[[], T], repository: Repository) -> Callable[[], T]:
@@ -597,7 +599,7 @@ def _translated(call: Callable[[], T], repository: Repository) -> Callable[[], T
         except errors.GatedRepoError as error:
             raise http_client.trouble(403, error.response.headers, repository.page) from None
         except errors.RepositoryNotFoundError:
-            hint = f"See whether {repository.page} exists; for a private one set HF_TOKEN to a token that may read it."
+            hint = f"Check that {repository.page} exists. If it is private, set HF_TOKEN to a token with read access."
             raise RefusedError("is not on the hub, or is private", hint) from None
         except errors.HfHubHTTPError as error:
             raise http_client.trouble(error.response.status_code, error.response.headers, repository.page) from None

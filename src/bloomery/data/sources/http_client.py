@@ -72,7 +72,7 @@ def secret(raw: str, where: str) -> str:
     key = raw.strip()
     if not key.isascii() or not key.isprintable() or " " in key:
         raise DataError(
-            f"its {len(key)} characters are no key: there is a space among them, or one that no key has",
+            f"its {len(key)} characters are not a valid key: they include a space or another invalid character",
             where=where,
             hint=f"Copy the key again: export {where}=…",
         )
@@ -116,7 +116,7 @@ def asked(
             response.close()
             response.release_conn()
     except (urllib3.exceptions.LocationValueError, urllib3.exceptions.URLSchemeUnknown) as error:
-        raise RefusedError(f"is no address of the web: {error}") from None
+        raise RefusedError(f"is not a web address: {error}") from None
     except (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ConnectTimeoutError) as error:
         raise PassingError(f"the connection failed: {_brief(error)}") from None  # before the request was sent
     except urllib3.exceptions.HTTPError as error:
@@ -155,9 +155,9 @@ def _followed(
         response.drain_conn()
         response.release_conn()
         if host(address)[0] not in ("http", "https"):
-            raise RefusedError(f"is redirected to {shown(address)}, which is not on the web")
+            raise RefusedError(f"is redirected to {shown(address)}, which is not a web address")
         if body is not None:
-            raise RefusedError(f"is redirected to {shown(address)}", "Name that address, if you trust it.")
+            raise RefusedError(f"is redirected to {shown(address)}", "If you trust that address, use it instead.")
     raise RefusedError(f"is redirected more than {MAX_REDIRECTS} times")
 
 
@@ -179,9 +179,9 @@ def whole(response: urllib3.BaseHTTPResponse, max_bytes: int, seconds: float) ->
     while chunk := response.read1(65536):
         body += chunk
         if len(body) > max_bytes:
-            raise BrokenError(f"the answer has more than {max_bytes:,} bytes; it is not read further")
+            raise BrokenError(f"the answer has more than {max_bytes:,} bytes")
         if time.monotonic() > until:
-            raise BrokenError(f"the answer was not whole in time; {len(body):,} bytes of it had come")
+            raise BrokenError(f"the answer was incomplete at the time limit; {len(body):,} bytes had arrived")
     return bytes(body)
 
 
@@ -192,13 +192,11 @@ def trouble(status: int, headers: Mapping[str, str], page: str, said: str = "") 
     if status in PASSING:
         return PassingError(what, retry_after(headers))
     if headers.get("X-Error-Code") == "GatedRepo" and page:
-        hint = f"Accept its terms at {page}, then set HF_TOKEN to a token of that account."
+        hint = f"Accept its terms at {page}, then set HF_TOKEN to a token of the same account."
         return RefusedError(f"is gated ({what})", hint)
     if status in (401, 403) and page:
-        return RefusedError(
-            what, f"See whether you may read {page}, and set HF_TOKEN to a token of an account that may."
-        )
-    return RefusedError(what, f"See whether {page} still has it." if page else "", status)
+        return RefusedError(what, f"Set HF_TOKEN to a token of an account that may read {page}.")
+    return RefusedError(what, f"Check that {page} still has it." if page else "", status)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -224,9 +222,7 @@ def wait(failures: int, error: PassingError, what: str, stop: threading.Event | 
     """
     asked_for = error.wait_seconds
     if asked_for is not None and asked_for > LONGEST_RETRY_AFTER_SECONDS:
-        raise RefusedError(
-            f"{error}; it asks to be left alone for {asked_for:,.0f} s", "Run the same command again later."
-        )
+        raise RefusedError(f"{error}; the server asks to wait {asked_for:,.0f} s", "Run the same command again later.")
     seconds = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (failures - 1)) * random.uniform(0.8, 1.2)
     seconds = max(seconds, asked_for) if asked_for is not None else seconds
     info(f"{what}: {error}; trying again in {seconds:.1f} s", style="dim")
@@ -260,7 +256,7 @@ def patiently(call: Callable[[], T], *, attempts: int, what: str, stop: threadin
             return call()
         except PassingError as error:
             if IMPATIENT.get():
-                raise UnreachableError(str(error), where=what, hint="Look at the network.") from None
+                raise UnreachableError(str(error), where=what, hint="Check the network.") from None
             if failures == attempts:
                 raise RefusedError(f"{error} ({attempts} attempts)") from None
             wait(failures, error, what, stop)

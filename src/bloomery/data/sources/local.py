@@ -253,12 +253,14 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     path = source.path.expanduser()
     if isinstance(source, Folder):
         if not os.path.isdir(path):
-            raise DataError("is not a folder", where=str(path), hint=f"Set path of source {source.name!r} to one.")
+            raise DataError("is not a folder", where=str(path), hint=f"Set path of source {source.name!r} to a folder.")
         return _in_folder(path, source.patterns, recursive=source.recursive)
     if os.path.isdir(path) and isinstance(source, AnyFiles):
         return _in_folder(path, ("*",))
     if os.path.isdir(path):
-        raise DataError("is a folder", where=str(path), hint=f'Name its files: path = "{path}/*.{source.kind}*"')
+        raise DataError(
+            "is a folder", where=str(path), hint=f'Use a pattern for its files: path = "{path}/*.{source.kind}*"'
+        )
     if os.path.exists(path):
         core_io.check_regular(path)
         return [(_name(path.relative_to(path.parent)), path)]
@@ -291,7 +293,9 @@ def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -
             kept.append((_name(file.relative_to(path)), file))
     if not kept:
         shown = ", ".join(patterns)
-        raise DataError(f"holds no file that matches {shown}", where=str(path), hint="Change patterns, or the path.")
+        raise DataError(
+            f"holds no file that matches {shown}", where=str(path), hint="Change patterns or path of the source."
+        )
     return sorted(kept)
 
 

@@ -96,7 +96,7 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
         matching = _asked(pattern, partial(_glob, pattern), attempts)
         if not matching:
             raise DataError(
-                "no file matches", where=http_client.shown(pattern), hint="See whether the folder is spelled so."
+                "no file matches", where=http_client.shown(pattern), hint="Check the spelling of the folder."
             )
         entries |= matching
     places = {address: _place(address) for address in entries}
@@ -137,8 +137,8 @@ def _system(address: str) -> tuple[Any, str]:
     try:
         system_and_path: tuple[Any, str] = fsspec.url_to_fs(address, use_listings_cache=False)
     except (ImportError, ValueError) as error:
-        hint = f"Install what fsspec needs for {scheme}://, or see whether the address is spelled so."
-        raise DataError(f"is no store that can be read here: {error}", where=address, hint=hint) from None
+        hint = f"Install the package that fsspec needs for {scheme}://, or check the spelling of the address."
+        raise DataError(f"is not a store that can be read here: {error}", where=address, hint=hint) from None
     return system_and_path
 
 
@@ -183,7 +183,7 @@ def _copy(file: RemoteFile, attempts: int, path: Path) -> None:
     now = _facts(_asked(file.address, partial(_glob, file.address), attempts)[file.address])
     if any(now[name] != file.facts[name] for name in now.keys() & file.facts.keys()):  # lists tell less than files do
         begun_file.unlink()
-        hint = "Run the same command again: it then begins with the new version."
+        hint = "Run the same command again to use the new version."
         raise DataError("has changed since it was listed", where=file.address, hint=hint)
     begun_file.replace(path)
     core_io.sync_folder(path.parent)
@@ -193,7 +193,7 @@ def _range(address: str, begin: int, end: int) -> bytes:
     system, path = _system(address)
     data: bytes = system.cat_file(path, start=begin, end=end)
     if len(data) != end - begin:
-        raise PassingError(f"gave {len(data):,} bytes from {begin:,} on instead of {end - begin:,}")
+        raise PassingError(f"sent {len(data):,} bytes instead of {end - begin:,}, from byte {begin:,}")
     return data
 
 
@@ -205,18 +205,18 @@ def _asked(address: str, question: Callable[[], T], attempts: int) -> T:
         try:
             return question()
         except FileNotFoundError:
-            raise RefusedError("there is no such file or folder", "See whether it is spelled so.") from None
+            raise RefusedError("there is no such file or folder", "Check the spelling.") from None
         except PermissionError as error:
             raise RefusedError(f"may not be read: {error}", _SIGN_IN) from None
         except _errors() as error:
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"):
                 raise RefusedError(str(error), _SIGN_IN) from None
-            raise PassingError(f"cannot be asked: {error}") from None
+            raise PassingError(f"cannot be reached: {error}") from None
 
     try:
         return http_client.patiently(translated, attempts=attempts, what=where)
     except RefusedError as error:
-        raise DataError(str(error), where=where, hint=error.hint or "Look at the network and at the address.") from None
+        raise DataError(str(error), where=where, hint=error.hint or "Check the network and the address.") from None
 
 
 _SIGN_IN = "Set the store's keys in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or gcloud's login)."
@@ -264,7 +264,7 @@ class AtHub(Reach):
     @model_validator(mode="after")
     def _files_or_config(self) -> "AtHub":
         if self.files and self.config is not None:
-            raise ValueError("files and config both say which files to take; leave one of the two")
+            raise ValueError("files and config both select files; remove one of them")
         return self
 
     @property
@@ -315,7 +315,7 @@ class Address(Fetched):
     @model_validator(mode="after")
     def _mirrors_can_be_checked(self) -> "Address":
         if self.mirrors and self.sha256 is None:
-            raise ValueError("mirrors may serve other bytes; give sha256, so that they can be checked")
+            raise ValueError("mirrors may serve other bytes; set sha256 so that their files can be checked")
         return self
 
 
@@ -463,7 +463,7 @@ def _at_address(source: Address | PresetSource) -> WebFile:
         try:
             seen = download.version(address, attempts=source.attempts)
         except RefusedError as error:
-            hint = error.hint or "See whether the address is right and the network works."
+            hint = error.hint or "Check the address and the network."
             raise DataError(str(error), where=http_client.shown(address), hint=hint) from None
         if seen != known:
             cache.save_note(note, seen)

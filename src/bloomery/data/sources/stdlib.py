@@ -49,9 +49,9 @@ def root() -> Path:
     folder = Path(sysconfig.get_path("stdlib"))
     if not (folder / "os.py").is_file():
         raise DataError(
-            "this Python keeps no sources of its standard library there (they may be zipped or compiled)",
+            "this Python has no sources of its standard library there (they may be zipped or compiled)",
             where=str(folder),
-            hint='Run a full CPython (python.org, pyenv, uv, conda, a distribution\'s), or use kind = "folder".',
+            hint='Use a full CPython (python.org, pyenv, uv, conda or a distribution), or use kind = "folder".',
         )
     return folder
 
@@ -83,7 +83,7 @@ def module_name(relative: str) -> str:
 def topics() -> dict[str, str]:
     """The language reference by topic, as `help("topic")` prints it. Raises DataError where it is missing."""
     path = root() / TOPICS
-    hint = 'Install the whole library (its package pydoc_data), or leave out the source with subset = "docs".'
+    hint = 'Install the whole library (its package pydoc_data), or remove the source with subset = "docs".'
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:

@@ -71,9 +71,11 @@ class Category(Config):
         names = [slot.name for slot in self.slots]
         for prompt in self.prompts:
             if missing := next((name for name in _slots(self, prompt) if name not in names), None):
-                raise ValueError(f"the prompt {prompt!r} has the slot {missing!r}, and slots has {', '.join(names)}")
+                raise ValueError(
+                    f"the prompt {prompt!r} has the slot {missing!r}, but slots has only {', '.join(names)}"
+                )
         if any(not turn for turn in self.follow_ups):
-            raise ValueError("follow_ups has a turn with nothing to say")
+            raise ValueError("follow_ups has an empty turn")
         return self
 
 
@@ -318,11 +320,11 @@ class Synthesize(Config):
         if not self.enabled:
             return self
         if self.provider is None:
-            raise ValueError('provider says who is asked: { kind = "anthropic" } or { kind = "openai", model = "…" }')
+            raise ValueError('provider is missing: set { kind = "anthropic" } or { kind = "openai", model = "…" }')
         if not self.named and self.augment is None:
-            raise ValueError("nothing to ask for: name topics, categories, a preset, or augment")
+            raise ValueError("nothing to generate: set topics, categories, a preset or augment")
         if self.named and self.augment is not None:
-            raise ValueError("augment asks about documents, topics and categories do not; take one of the two")
+            raise ValueError("augment uses documents; topics and categories do not: set one or the other")
         for category in self.named:
             for text in (*category.prompts, category.system):
                 if (problem := not_text(text, f"a question or system message of {category.name!r}")) is not None:
@@ -331,5 +333,5 @@ class Synthesize(Config):
         if twice := repeated(names):
             raise ValueError(f"two categories have the name {twice[0]!r}")
         if self.max_dollars is not None and self.provider.price is None:
-            raise ValueError(f"max_dollars={self.max_dollars} needs provider.price, the dollars of a million tokens")
+            raise ValueError(f"max_dollars={self.max_dollars} needs provider.price, in dollars for a million tokens")
         return self

@@ -90,7 +90,7 @@ def asker(config: Synthesize) -> Ask:
         case OpenAI() as provider:
             return _OpenAI(provider, config).ask
         case None:
-            raise ValueError("no model is named that could answer")
+            raise ValueError("no model is set")
 
 
 def most_tokens(system: str, messages: Sequence[Mapping[str, str]], max_answer_tokens: int) -> tuple[int, int]:
@@ -102,8 +102,8 @@ def most_tokens(system: str, messages: Sequence[Mapping[str, str]], max_answer_t
 def _key(variable: str, *, required: bool) -> str:
     key = http_client.secret(os.environ.get(variable, ""), variable) if variable else ""
     if required and not key:
-        hint = f"export {variable}=…   # or name another variable in synthesize.provider.key_variable"
-        raise DataError("there is no key", where=variable, hint=hint)
+        hint = f"export {variable}=…   # or set another variable in synthesize.provider.key_variable"
+        raise DataError("there is no API key", where=variable, hint=hint)
     return key
 
 
@@ -158,7 +158,7 @@ def _completion(data: bytes, most: tuple[int, int]) -> ProviderAnswer:
             output_tokens=_tokens(counted[1]),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UnknownError(f"gave no chat completion: {type(error).__name__}: {error}") from None
+        raise UnknownError(f"did not return a chat completion: {type(error).__name__}: {error}") from None
 
 
 def _text(content: Any) -> str:
@@ -171,7 +171,7 @@ def _text(content: Any) -> str:
 def _tokens(counted: Any) -> int:
     """What a server counted. Raises ValueError where that is no number of tokens: -1 would widen the budget."""
     if isinstance(counted, bool) or not isinstance(counted, int | float) or not 0 <= counted < 2**31:
-        raise ValueError(f"{counted!r} is no number of tokens")
+        raise ValueError(f"{counted!r} is not a number of tokens")
     return int(counted)
 
 
@@ -219,7 +219,7 @@ class _Anthropic:
                 output_tokens=_tokens(message.usage.output_tokens),
             )
         except (AttributeError, TypeError, ValueError) as error:
-            raise UnknownError(f"gave no message: {type(error).__name__}: {error}") from None
+            raise UnknownError(f"did not return a message: {type(error).__name__}: {error}") from None
 
 
 def _error_of(error: Any) -> PassingError | RefusedError:
@@ -230,7 +230,7 @@ def _error_of(error: Any) -> PassingError | RefusedError:
     what = f"HTTP {status}" + (f": {said}" if said else "")
     if status in http_client.PASSING:
         return PassingError(what, http_client.retry_after(headers))
-    hint = "See the key, and what the account may still spend." if status in (401, 402, 403) or "credit" in said else ""
+    hint = "Check the key and the credit of the account." if status in (401, 402, 403) or "credit" in said else ""
     return RefusedError(what, hint, status)
 
 
@@ -367,10 +367,8 @@ class Budget:
                 case {"request": str(name), "unknown": str()}:
                     self._lose(*begun.pop(name, ((0, 0), price)))
                 case _:
-                    hint = (
-                        "Its disk is damaged, or it was changed by hand. Remove that line: its request is made again."
-                    )
-                    raise DataError("is no line of a ledger, or was changed", where=f"{path}:{number}", hint=hint)
+                    hint = "The file is damaged or was changed by hand. Remove that line: its request is sent again."
+                    raise DataError("is not a valid line of a ledger", where=f"{path}:{number}", hint=hint)
         for most, price in begun.values():
             self._lose(most, price)
 
@@ -489,7 +487,7 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
                     raise ValueError("holds a NUL or half a surrogate pair")
                 pairs.append((question.strip(), said.strip()))
             case _:
-                raise ValueError("holds something that is no question with its answer")
+                raise ValueError("holds an element that is not a question with an answer")
     if not pairs:
         raise ValueError("holds no question")
     return pairs[:limit]

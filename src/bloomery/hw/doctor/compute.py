@@ -84,7 +84,7 @@ def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[Trial
         trial = next(trial for trial in trials(vendor(facts)) if trial.name == outcome.name)
         hint = f"{shlex.join(command(facts.host, trial))}   # shows the error; runs use another kernel"
         return Finding(id=outcome.name, status="warn", value=outcome.why, hint=hint)
-    hint = f'{reinstall(facts.host)}   # or compute on the CPU: device="cpu"'
+    hint = f'{reinstall(facts.host)}   # or use the CPU: device="cpu"'
     return Finding(id=outcome.name, status="fail", value=outcome.why, hint=hint)
 
 
@@ -112,7 +112,7 @@ def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult]) -> Iterator
     if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
         return
     value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
-    hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short one"
+    hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short context"
     yield Finding(id="attention", status="warn", value=value, hint=hint)
 
 

@@ -60,7 +60,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
     value = f"amdgpu{f' {version}' if version else ''} in kernel {kernel or 'unknown'}"
     if kernel and numbers(kernel)[:2] < oldest:
         value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs {'.'.join(map(str, oldest))}"
-        hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then start again"
+        hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then reboot"
         yield Finding(id="amd-driver", status="fail", value=value, hint=hint)
         return
     yield Finding(id="amd-driver", status="ok", value=value)
@@ -90,7 +90,7 @@ def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
         reported = sorted(set(rocminfo_targets(facts.host)))
         if reported and not set(reported) <= set(real):
             value = f"rocminfo says {', '.join(reported)}; the kernel says {', '.join(real)}"
-            hint = "sudo apt purge rocminfo hsa-rocr   # the wheel brings a runtime of its own"
+            hint = "sudo apt purge rocminfo hsa-rocr   # the torch wheel has its own runtime"
             yield Finding(id="rocminfo", status="warn", value=value, hint=hint)
 
 
@@ -214,7 +214,7 @@ def gtt(facts: MachineFacts) -> Iterator[Finding]:
 def _boot_with(options: str) -> str:
     """The line that adds options to the kernel's command line, where GRUB starts it."""
     edit = f's/^GRUB_CMDLINE_LINUX="/&{options} /'
-    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub   # then start again"
+    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub   # then reboot"
 
 
 def _card(facts: MachineFacts, gpu: Gpu) -> str:
@@ -255,7 +255,7 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
         hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then start again"
         if "NVRM" in lines[-1]:
             hint = (
-                "sudo ubuntu-drivers install   # a newer driver, then start again; else the card, its power or its slot"
+                "sudo ubuntu-drivers install   # a newer driver, then reboot; else check the card, its power and slot"
             )
         yield Finding(id="kernel-log", status="warn", value=value, hint=hint)
 
@@ -312,7 +312,7 @@ def nvidia_nodes(facts: MachineFacts) -> Iterator[Finding]:
     lend = _of_a_pod("nvidia") if in_pod(host) else "docker run --gpus all …"
     version = re.search(r"(\d+\.\d+(?:\.\d+)?)", host.read("proc/driver/nvidia/version") or "")
     if version is None:
-        hint = lend if inside else "sudo ubuntu-drivers install   # then start again"
+        hint = lend if inside else "sudo ubuntu-drivers install   # then reboot"
         served = maker_to_serve(facts.gpus) == "nvidia"
         value = "an NVIDIA GPU without its driver"
         yield Finding(id="nvidia-driver", status="fail" if served else "warn", value=value, hint=hint)

@@ -92,7 +92,7 @@ def memory_speed(facts: MachineFacts) -> Iterator[Finding]:
     if rate is not None:
         slow = rate < SLOW_MEMORY
         value = f"one thread copies {rate / 1e9:.1f} GB/s"
-        hint = "Close other programs; in a virtual machine, ask its host for pinned memory." if slow else ""
+        hint = "Close other programs; in a virtual machine, enable pinned memory on the host." if slow else ""
         yield Finding(id="memory-speed", status="warn" if slow else "ok", value=value, hint=hint)
 
 
@@ -150,7 +150,7 @@ def disk(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(id="disk-speed", status="fail", value=f"writing to {folder} {ending(reply)}", hint=hint)
     if rate is not None:
         slow = rate < SLOW_DISK
-        hint = "bloomery run RECIPE --runs DIR   # on a disk of this machine" if slow else ""
+        hint = "bloomery run RECIPE --runs DIR   # on a local disk" if slow else ""
         value = f"{rate / 1e6:,.0f} MB/s written and synced"
         yield Finding(id="disk-speed", status="warn" if slow else "ok", value=value, hint=hint)
 
@@ -341,9 +341,9 @@ def _wanted(facts: MachineFacts) -> set[str]:
 
 def _legacy(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
     value = f"{seen['version']}; no torch{torch_install.BOUNDS} is known to work on {', '.join(sorted(_wanted(facts)))}"
-    hint = "Only another GPU helps. Until then, runs compute on the CPU."
+    hint = "Use another GPU. Until then, runs use the CPU."
     if seen["gpus"]:
-        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then compute on the CPU"
+        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then use the CPU"
     return Finding(id="torch", status="warn", value=value, hint=hint)
 
 
@@ -405,9 +405,7 @@ def _sees_none(facts: MachineFacts, seen: Mapping[str, Any], maker: str) -> Find
     hidden = [f"{name}={value!r}" for name, value in facts.host.env.items() if name.endswith("_VISIBLE_DEVICES")]
     value = f"{version} sees no GPU" + (f" ({', '.join(hidden)})" if hidden else "")
     hint = {"nvidia": "nvidia-smi", "hygon": "source /opt/dtk/env.sh && hy-smi"}.get(maker, "ls -l /dev/kfd /dev/dri")
-    hint = (
-        f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{hint}   # look at the driver"
-    )
+    hint = f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{hint}   # check the driver"
     return Finding(id="torch", status=_gravity(facts), value=value, hint=hint)
 
 
