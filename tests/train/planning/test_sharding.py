@@ -84,7 +84,7 @@ def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> Non
     block = D * heads + D * D + 3 * D * M
     ends = (D + 256) * 2 + (D + 128) * 2 + 3 * (D + M)
     trained, vectors = L * rank * ends, 2 * D
-    units = 2 * L * (block + rank * ends + vectors) + V * D + V * D + D
+    units = 2 * L * (block + rank * ends + 2 * vectors) + V * D + V * D + 2 * D  # norms are gathered in float32
     by = {(one.collective, one.axis): one.num_bytes for one in small(adapters, rows=2, dp_shard=4).traffic}
     assert by == {
         ("all-gather", "dp_shard"): units * MATMUL_BYTES * 3 // 4,
