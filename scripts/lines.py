@@ -12,17 +12,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
     "core": 3_850,
-    "hw": 5_330,
+    "hw": 5_400,
     "data": 13_240,
     "tokenizer": 3_090,
     "shards": 1_690,
     "model": 4_020,
     "weights": 5_950,
-    "train": 10_030,
+    "train": 10_100,
     "generate": 1_910,
     "evaluation": 4_760,
     "serve": 3_590,
-    "stages": 6_170,
+    "stages": 6_180,
 }
 
 

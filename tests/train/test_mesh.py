@@ -210,7 +210,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
         if not other:
             mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
-            assert told["received"] == pytest.approx(planned(method, mesh), rel=0.025, abs=1000), (method, axes)
+            assert told["received"] == pytest.approx(planned(method, mesh), rel=0.02, abs=100), (method, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * size  # tp does not cut norms and some adapters
 
 

@@ -550,6 +550,10 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
     passes = 2 + (ask.activation_checkpointing == "full")
     frozen = ask.lora is not None  # nothing in front of the first layer has a gradient
     add("all-reduce", "tp", stream * (2 * passes * model.num_layers + 2 - frozen), mesh.tp)  # and embedding, head
+    add("all-reduce", "tp", rows * model.context_length * BYTES * (mesh.tp + 1), mesh.tp)  # of logits, for the loss
+    for tensor in tensors:
+        if tensor.kind == "row" and tensor.name.endswith(".magnitude"):  # lengths of whole rows of DoRA
+            add("all-reduce", "tp", (passes - 1) * BYTES * tensor.numbers, mesh.tp)
     return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
 
 
