@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.hw import distributed
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
@@ -25,7 +26,7 @@ BETWEEN = 1 + 2.0**-10
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.c10d.HashStore())
     yield
     torch.distributed.destroy_process_group()
 

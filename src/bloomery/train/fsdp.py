@@ -453,7 +453,8 @@ def row_lengths(module: nn.Module, shape: nn.Module) -> Tensor:
     if isinstance(shape, NF4):
         shape.pairs = quantize.pairs(shape.weight.device)
     rows = shape.dense(torch.float32) if isinstance(shape, QuantizedLinear) else shape.get_parameter("weight").float()
-    return torch.linalg.vector_norm(rows.detach(), dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1)
+    return lengths
 
 
 def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
