@@ -10,6 +10,9 @@ measurement, unless --folder names it. A process of its own loads each format. O
 count of its anonymous memory (RssAnon) every 10 ms. Pages of the files do not count: the kernel takes them back when
 it needs memory. --quick takes a shape of 60 million parameters. --shape llama-1b takes that of TinyLlama.
 
+--ranks 4 reads for LoRA over a mesh of dp_shard=4, as one process of four does, for each rank in turn: its parts alone.
+The processes exchange nothing while they read, so the others need not be there. --only 0 3 reads for these ranks alone.
+
 base-nf4 reads the frozen base of adapters, with tables in float32, and attaches adapters to it. late-nf4 first reads
 all of it in float32, as versions before did.
 """
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +56,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=BASES)
     parser.add_argument("--folder", type=Path, help="a folder, which is written if it is not there, or a GGUF file")
+    parser.add_argument("--ranks", type=int, default=1, choices=range(1, 65), metavar="1..64")
+    parser.add_argument("--only", type=int, nargs="+", help="these ranks")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=("llama-8b", "llama-1b"), default="llama-8b")
     parser.add_argument("--into", type=Path)
     parser.add_argument("--one", choices=FORMATS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(loaded(options.folder, options.one)))
+        rank = (options.rank, options.ranks)
+        print(json.dumps(loaded(options.folder, options.one) if options.rank is None else part(options, *rank)))
         return
     shape = QUICK if options.quick else {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}[options.shape]
     with tempfile.TemporaryDirectory() as made:
         folder = options.folder or Path(made) / "model"
         if not folder.is_file() and not (folder / "config.json").exists():
             write(folder, shape)
-        cases = [in_a_process(folder, dtype) for dtype in options.formats]
+        ranks = [None] if options.ranks == 1 else options.only or range(options.ranks)
+        cases = [in_a_process(folder, dtype, rank, options.ranks) for dtype in options.formats for rank in ranks]
     result = {
         "benchmark": "load_large",
         "machine": machine(),
@@ -76,13 +84,18 @@ def main() -> None:
     }
     for case in cases:
         print(
-            f"{case['dtype']:<9} {case['model_gib']:6.2f} GiB of weights  {case['peak_anonymous_gib']:6.2f} GiB at most"
+            f"{case['dtype']:<9} {of_rank(case):<12} {case['model_gib']:6.2f} GiB of weights"
+            f"  {case['peak_anonymous_gib']:6.2f} GiB at most"
             f"  {case['seconds']:6.1f} s",
             file=sys.stderr,
         )
     if options.into:
         options.into.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def of_rank(case: dict[str, Any]) -> str:
+    return f"rank {case['rank']} of {case['ranks']}" if "rank" in case else ""
 
 
 def sizes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
@@ -141,8 +154,9 @@ def repeated(data: bytes, size: int) -> Iterator[bytes]:
         size -= len(data)
 
 
-def in_a_process(folder: Path, dtype: str) -> dict[str, Any]:
+def in_a_process(folder: Path, dtype: str, rank: int | None, ranks: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--folder", str(folder), "--one", dtype]
+    command += [] if rank is None else ["--ranks", str(ranks), "--rank", str(rank)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -154,6 +168,45 @@ def loaded(folder: Path, dtype: Any) -> dict[str, Any]:
     from bloomery.model.config import Lora
     from bloomery.weights import hf
 
+    def load() -> int:
+        when, _, base = dtype.partition("-")
+        if base:
+            model = hf.load(folder, base=base if when == "base" else "float32").model
+            lora.attach(model, Lora(base_dtype=base), seed=0)
+        else:
+            model = hf.load(folder, dtype=dtype).model
+        return quantize.kept_bytes(model)
+
+    return {"dtype": dtype} | measured(load)
+
+
+def part(options: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
+    """As `loaded`, what one process of several keeps of the frozen base of adapters."""
+    from bloomery.hw.device import find
+    from bloomery.hw.distributed import World
+    from bloomery.model import lora
+    from bloomery.model.config import Lora
+    from bloomery.train import fsdp
+    from bloomery.train.config import Mesh
+    from bloomery.weights import hf
+
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    base, mesh, device = options.one.rpartition("-")[2], Mesh(dp_shard=ranks), find("cpu")
+
+    def load() -> int:
+        own = fsdp.OwnParts(mesh, rank)
+        model = hf.load(options.folder, base=base, take=own.take).model
+        lora.attach(model, Lora(base_dtype=base), seed=0)
+        fsdp.shard(model, World(rank, ranks), device, mesh, spread=True, own=own)
+        return sum(fsdp.local(weight).nbytes for weight in model.parameters())
+
+    return {"dtype": options.one, "rank": rank, "ranks": ranks} | measured(load)
+
+
+def measured(load: Callable[[], int]) -> dict[str, Any]:
+    """Of what `load` does, which returns bytes that it keeps. They are in memory until the watch ends."""
     before, stop, peak = anonymous(), threading.Event(), [0]
 
     def watch() -> None:
@@ -163,19 +216,13 @@ def loaded(folder: Path, dtype: Any) -> dict[str, Any]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     start = time.perf_counter()
-    when, _, base = dtype.partition("-")
-    if base:
-        model = hf.load(folder, base=base if when == "base" else "float32").model
-        lora.attach(model, Lora(base_dtype=base), seed=0)
-    else:
-        model = hf.load(folder, dtype=dtype).model
+    size = load()
     seconds = time.perf_counter() - start
     stop.set()
     watcher.join()
     return {
-        "dtype": dtype,
         "seconds": round(seconds, 1),
-        "model_gib": round(quantize.kept_bytes(model) / 2**30, 3),
+        "model_gib": round(size / 2**30, 3),
         "peak_anonymous_gib": round(peak[0] / 2**30, 3),
         "of_the_process_before_gib": round(before / 2**30, 3),
     }

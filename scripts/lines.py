@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
     "core": 3_850,
-    "hw": 5_350,
+    "hw": 5_400,
     "data": 13_240,
     "tokenizer": 3_090,
     "shards": 1_690,

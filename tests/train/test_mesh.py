@@ -44,12 +44,11 @@ SHAPE = {
     "context_length": 32,
     "tie_embeddings": False,
 }
-VOCAB, STEPS, T = 97, 3, 8
+VOCAB, STEPS, T = 97, 5, 8
 MESHES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
-    8: ((2, 2, 2), (1, 2, 4), (2, 1, 4)),
+    8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
 }
-"""All kinds of axes, alone and with each other."""
 METHODS: dict[str, Lora | None] = {
     "full": None,
     "LoRA": Lora(rank=4, base_dtype="float32"),
@@ -217,7 +216,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
         if not other:
             mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
-            assert told["received"] == pytest.approx(planned(method, rows, mesh), rel=0.025, abs=1000), (method, axes)
+            assert told["received"] == pytest.approx(planned(method, rows, mesh), rel=0.02, abs=100), (method, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * size  # tp does not cut norms and some adapters
 
 

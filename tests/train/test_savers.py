@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hw import distributed
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Base, Lora
@@ -28,7 +29,7 @@ GPT2 = CHOICES["absolute positions"].model_copy(update={"num_kv_heads": 4})
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.c10d.HashStore())
     yield
     torch.distributed.destroy_process_group()
 

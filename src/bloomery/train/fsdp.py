@@ -6,10 +6,10 @@ batch. So gradients are added over ranks and not averaged. This happens in float
 it comes after all micro-batches. On GPUs, buckets are summed while the backward pass of the last micro-batch computes.
 
 A sharded model (FSDP2, torch.distributed.fsdp.fully_shard) lies in pieces. Each rank holds its part of every
-weight, gradient and optimizer number. A group of weights is gathered when its module is needed: on GPUs in the format
-of matmuls, on CPUs in float32. After every micro-batch, its gradients are added up in float32 by the ranks that keep
-them. RULES of train/sharding_rules.py say what belongs together and along which dims it is cut, over the axes of a
-mesh. The model itself knows nothing of it.
+weight, gradient and optimizer number. A group of weights is gathered when its module is needed: norms in float32, and
+all others on GPUs in the format of matmuls. After every micro-batch, its gradients are added up in float32 by the ranks
+that keep them. RULES of train/sharding_rules.py say what belongs together and along which dims it is cut, over the axes
+of a mesh. The model itself knows nothing of it.
 """
 
 import math
@@ -34,7 +34,7 @@ from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train.config import Mesh
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.mesh import check_model, cut
-from bloomery.train.sharding_rules import placement, rule_of
+from bloomery.train.sharding_rules import Placement, placement, rule_of
 from bloomery.weights.opened import put_weight
 
 import torch
@@ -263,10 +263,16 @@ def shard(
     dtype = dtype or gathered_dtype(device)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
-    groups: list[tuple[str, list[nn.Module]]] = [*units(model, mesh).items(), ("", [model])]  # the model: what is left
+    of_units = units(model, mesh)
+    norms = {} if dtype == torch.float32 else _norms(model, where)
+    groups: list[tuple[str, list[nn.Module]]] = [(f"norms of {unit}", modules) for unit, modules in norms.items()]
+    if norms and "head" in of_units:
+        of_units["head"].remove(model.norm)
+    groups += [*of_units.items(), ("", [model])]  # the model: what is left
     for unit, modules in groups:
         has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
-        policy: dict[str, Any] = {} if dtype == torch.float32 or has_scales else {"mp_policy": mixed}
+        as_it_is = dtype == torch.float32 or has_scales or unit.startswith("norms of ")
+        policy: dict[str, Any] = {} if as_it_is else {"mp_policy": mixed}
         if unit == "head":  # the loss reads it after the forward pass
             policy["reshard_after_forward"] = False
         sharded: Any = fully_shard(
@@ -279,10 +285,16 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
-        first: Any = model.blocks[0]
-        first.set_modules_to_backward_prefetch([first])
+        starts: list[Any] = [model.blocks[0], *norms.get("blocks.0", [])[:1]]
+        for first in starts:
+            first.set_modules_to_backward_prefetch([first])
     for method in ("extend", "logits"):
         register_fsdp_forward_method(model, method)
+    if "head" in norms and not model.config.tie_embeddings:  # the loss reads the head, which is then gathered with none
+        head: Any = model.head
+        head.entered = _unchanged
+        register_fsdp_forward_method(head, "entered")
+        model.norm.register_forward_hook(lambda norm, x, hidden: head.entered(hidden))
     if spread:
         tables = [module for module in model.modules() if isinstance(module, NF4)]
         buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
@@ -371,6 +383,21 @@ def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
     return by_unit
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x.clone()  # FSDP2 wants no view of what a unit puts out
+
+
+def _norms(model: Transformer, where: Mapping[str, Placement]) -> dict[str, list[nn.Module]]:
+    """Unit -> its norms. Their weights stay in float32, as on one device: they are multiplied in no matmul."""
+    norms: dict[str, list[nn.Module]] = {}
+    for name, placed in where.items():
+        path = name.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if path.endswith("norm") and module not in norms.setdefault(placed.unit, []):
+            norms[placed.unit].append(module)
+    return {unit: modules for unit, modules in norms.items() if modules}
+
+
 def _keep_as_parameters(model: nn.Module) -> None:
     """Frozen matrices, codes and scales are buffers, which FSDP2 does not cut. The look-up table of NF4 stays one."""
     for module in model.modules():
@@ -426,7 +453,8 @@ def row_lengths(module: nn.Module, shape: nn.Module) -> Tensor:
     if isinstance(shape, NF4):
         shape.pairs = quantize.pairs(shape.weight.device)
     rows = shape.dense(torch.float32) if isinstance(shape, QuantizedLinear) else shape.get_parameter("weight").float()
-    return torch.linalg.vector_norm(rows.detach(), dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1)
+    return lengths
 
 
 def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:

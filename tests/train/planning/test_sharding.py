@@ -84,7 +84,7 @@ def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> Non
     block = D * heads + D * D + 3 * D * M
     ends = (D + 256) * 2 + (D + 128) * 2 + 3 * (D + M)
     trained, vectors = L * rank * ends, 2 * D
-    units = 2 * L * (block + rank * ends + vectors) + V * D + V * D + D
+    units = 2 * L * (block + rank * ends + 2 * vectors) + V * D + V * D + 2 * D  # norms are gathered in float32
     by = {(one.collective, one.axis): one.num_bytes for one in small(adapters, rows=2, dp_shard=4).traffic}
     assert by == {
         ("all-gather", "dp_shard"): units * MATMUL_BYTES * 3 // 4,
@@ -94,7 +94,7 @@ def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> Non
     a_of_columns = L * rank * (3 * D + 2 * D)  # whole on each device, as B of rows is
     b_of_rows = L * rank * 2 * D
     stream = 8 * T * D * MATMUL_BYTES * (3 * 2 * L + 2 - 1)  # nothing in front of the first layer is trained
-    assert by == {("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows) + stream}
+    assert by == {("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows) + stream + 8 * T * 4 * 3}
     assert small(adapters).traffic == []
     twice = small(adapters, rows=1, dp_shard=4).traffic
     assert [one.num_bytes for one in twice] == [

@@ -78,7 +78,9 @@ class ShardedTensor:
     optimizer_bytes: int
     """For each number."""
     is_code: bool
-    """Whether it is gathered as it is: codes and their scales."""
+    """Whether it is of codes and their scales."""
+    as_it_is: bool
+    """Whether it is gathered as it is kept: norms, and all of a block with codes."""
 
     @property
     def numbers(self) -> int:
@@ -97,7 +99,7 @@ class ShardedTensor:
         return self.local_numbers * (mesh.dp_shard if self.dp_shard is not None else 1)
 
     def gathered_bytes(self, mesh: Mesh, matmul_bytes: int = MATMUL_BYTES) -> int:
-        width = self.number_bytes if self.is_code else min(self.number_bytes, matmul_bytes)
+        width = self.number_bytes if self.as_it_is else min(self.number_bytes, matmul_bytes)
         return self.gathered_numbers(mesh) * width
 
 
@@ -405,6 +407,7 @@ def _tensor(
     is_code: bool = False,
 ) -> ShardedTensor:
     mesh, where = ask.mesh, placement(name, shape, ask.mesh)
+    has_codes = ask.lora is not None and ask.lora.frozen_dtype not in ("float32", "bfloat16")
     sort = 0 if where.kind in ("column", "row") and len(shape) == 2 else 1 if len(shape) == 2 else 2
     # adapters learn by Adam's two moments, which are those of a vector
     kept = 8 if ask.lora is not None else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
@@ -420,6 +423,7 @@ def _tensor(
         trained=trained,
         optimizer_bytes=kept if trained else 0,
         is_code=is_code,
+        as_it_is=(has_codes and where.unit.startswith("blocks.")) or name.rpartition(".")[0].endswith("norm"),
     )
 
 
@@ -546,6 +550,10 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
     passes = 2 + (ask.activation_checkpointing == "full")
     frozen = ask.lora is not None  # nothing in front of the first layer has a gradient
     add("all-reduce", "tp", stream * (2 * passes * model.num_layers + 2 - frozen), mesh.tp)  # and embedding, head
+    add("all-reduce", "tp", rows * model.context_length * BYTES * (mesh.tp + 1), mesh.tp)  # of logits, for the loss
+    for tensor in tensors:
+        if tensor.kind == "row" and tensor.name.endswith(".magnitude"):  # lengths of whole rows of DoRA
+            add("all-reduce", "tp", (passes - 1) * BYTES * tensor.numbers, mesh.tp)
     return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
 
 
