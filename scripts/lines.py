@@ -12,17 +12,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
     "core": 3_850,
-    "hw": 5_400,
+    "hw": 5_480,
     "data": 13_240,
     "tokenizer": 3_090,
     "shards": 1_690,
     "model": 4_020,
-    "weights": 6_000,
-    "train": 10_110,
+    "weights": 6_120,
+    "train": 10_200,
     "generate": 1_985,
     "evaluation": 4_760,
     "serve": 3_670,
-    "stages": 6_180,
+    "stages": 6_200,
 }
 
 
