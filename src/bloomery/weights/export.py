@@ -192,7 +192,7 @@ def _said_otherwise(loaded: Loaded) -> tuple[Transformer, Mapping[str, Tensor]]:
 @dataclass(frozen=True)
 class _OtherWeights(Mapping[str, Tensor]):
     """
-    Weights of a model that is said otherwise: norms that have none get weights of 1, and biases of 0. Rows of a head
+    Weights of a model in another form: norms that have none get weights of 1, and biases of 0. Rows of a head
     that is normalized get length 1.
     """
 

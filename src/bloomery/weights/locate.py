@@ -149,7 +149,7 @@ def _asked(name: str, call: Callable[[], T]) -> T:
         raise CheckpointError("the hub has no such revision", where=name, hint=SPELLED) from None
     except errors.GatedRepoError:
         hint = "Accept its terms on its page, and set HF_TOKEN to a token of the same account."
-        raise CheckpointError("is gated: its terms must be accepted first", where=name, hint=hint) from None
+        raise CheckpointError("is gated: you must accept its terms first", where=name, hint=hint) from None
     except errors.RepositoryNotFoundError:
         hint = "Check the name. For a private model, set HF_TOKEN to a token with read access."
         raise CheckpointError("is not on the hub, or is private", where=name, hint=hint) from None
