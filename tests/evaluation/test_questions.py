@@ -115,9 +115,7 @@ def test_a_question_that_leaves_no_room_in_the_context_is_not_asked_and_counted(
     assert 0 < len(kept) < 30
     assert len(ask(engine, renderer, kept, 1)) == len(kept)
     engine.context = lengths[0]
-    told = (
-        rf"evaluate\.toy_questions: none of 30 validation questions fits into the model's context {lengths[0]} tokens"
-    )
+    told = f"none of 30 validation questions fits into the model's context of {lengths[0]} tokens"
     with pytest.raises(DataError, match=told):
         evaluation_held_out.fitting(engine, renderer, asked)
     assert evaluation_held_out.fitting(engine, renderer, []) == []

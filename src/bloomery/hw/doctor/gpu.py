@@ -43,7 +43,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
         if "nomodeset" in host.boot_options:
             value, hint = (
                 f"{value}: the kernel started with nomodeset",
-                "sudo sed -i 's/ nomodeset//' /etc/default/grub && sudo update-grub   # then start again",
+                "sudo sed -i 's/ nomodeset//' /etc/default/grub && sudo update-grub   # then reboot",
             )
         elif blocked := _blacklisted(facts):
             value, hint = (
@@ -252,7 +252,7 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
     lines = KERNEL_TROUBLE.findall(reply.out)
     if lines:
         value = f"GPU errors: {len(lines)}; the last: {lines[-1].strip()[-100:]}"
-        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then start again"
+        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then reboot"
         if "NVRM" in lines[-1]:
             hint = (
                 "sudo ubuntu-drivers install   # a newer driver, then reboot; else check the card, its power and slot"
