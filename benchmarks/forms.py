@@ -122,15 +122,16 @@ def request(schema: dict[str, Any], number: int, max_tokens: int) -> dict[str, A
 
 def read(answers: list[RunningAnswer], changed: threading.Event) -> tuple[list[str], list[str | None]]:
     """The texts of answers, and why each ended."""
-    texts, finishes = [""] * len(answers), [None] * len(answers)
+    texts = [""] * len(answers)
+    finishes: list[str | None] = [None] * len(answers)
     while not all(answer.done for answer in answers):
         changed.wait(1)
         changed.clear()
         for number, answer in enumerate(answers):
             for chunk in answer.take():
                 texts[number] += chunk.text
-                finishes[number] = chunk.finish or finishes[number]  # type: ignore[call-overload]
-    return texts, finishes  # type: ignore[return-value]
+                finishes[number] = chunk.finish or finishes[number]
+    return texts, finishes
 
 
 def judged(schema: dict[str, Any], text: str) -> str:

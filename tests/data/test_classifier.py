@@ -164,7 +164,7 @@ def test_an_excerpt_is_the_whole_or_the_start_and_the_middle() -> None:
 
 def test_too_few_examples_are_an_error_that_says_how_many() -> None:
     with pytest.raises(
-        DataError, match=r"(?s)part of the examples that measures has \d+ positive and 0 negative texts.*more"
+        DataError, match=r"(?s)part of the examples that measures has \d+ positive and 0 negative texts.*are enough"
     ):
         train([TextExample(f"text {n}", True, str(n)) for n in range(50)])
 

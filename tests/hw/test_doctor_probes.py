@@ -98,7 +98,7 @@ def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
     ("reply", "words"),
     [
         (told({"trying": "round 2: 90.0 GiB"}, code=-9), "signal 9 (SIGKILL) at round 2: 90.0 GiB"),
-        (told({"wrong_1": 0}, {"wrong_2": 3}, {"filled_bytes": 2**36}), "3 pieces of memory lost"),
+        (told({"wrong_1": 0}, {"wrong_2": 3}, {"filled_bytes": 2**36}), "3 blocks of memory lost"),
     ],
 )
 def test_memory_that_cannot_be_filled_again_is_a_failure(tmp_path: Path, reply: CommandResult, words: str) -> None:

@@ -219,8 +219,9 @@ def test_how_busy_a_card_is_is_read_once_for_a_reading(tmp_path: Path, monkeypat
         read.append(name)
         return plain(self, name)
 
+    cards = monitor._amd_cards(host)
     monkeypatch.setattr(Host, "number", number)
-    assert monitor._amdgpu(host)["amd0"]["use"] == 0.97
+    assert monitor._amdgpu(host, cards)["amd0"]["use"] == 0.97
     assert sum(name.endswith("gpu_busy_percent") for name in read) == 1
 
 

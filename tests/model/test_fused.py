@@ -161,7 +161,7 @@ def test_turned_heads_lie_as_the_projection_gave_them(normed: bool) -> None:
         y = triton.rotate(
             x.transpose(1, 2), angles, angles, torch.ones(8) if normed else None, 1e-5 if normed else None
         )
-        y.sum().backward()
+        y.sum().backward()  # type: ignore[no-untyped-call]
     assert y.shape == (2, 5, 3, 8)
     assert y.transpose(1, 2).is_contiguous()
     assert x.grad is not None

@@ -196,7 +196,9 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float) or (name in whole and value != int(value)):
             hint = "Correct or remove it."
             raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
-        named[ours] = int(value) if name in whole else value
+        if name in ("top_p", "typical_p") and value <= 0:
+            continue  # some programs write that for "off"
+        named[ours] = max(0, int(value)) if name in whole else value
     if generation.get("do_sample") is False:
         named["temperature"] = 0.0
     SamplingConfig(**named)

@@ -272,7 +272,8 @@ def _response_forms(value: object, field: str) -> Iterator[Form]:
     """The form of OpenAI's `response_format`; none for text. Raises DataError."""
     if value is None:
         return
-    kind = value.get("type") if isinstance(value, dict) else None
+    value = value if isinstance(value, dict) else {}
+    kind = value.get("type")
     if kind == "json_object" and not value.get("schema"):
         yield object_form(field)
     elif kind in ("json_object", "json_schema"):  # llama.cpp and instructor write a schema into the first too

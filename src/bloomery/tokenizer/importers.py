@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import tokenizers
 from pydantic import Field
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers.models import BPE
 
 from bloomery.core.errors import DataError, UnreachableError
@@ -200,6 +200,7 @@ def _read(paths: Sequence[Path], pattern: PatternName | None = None, *, foreign:
 
 
 TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 ROLE_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -214,12 +215,57 @@ def load_foreign(
     """
     paths = files(path)
     inner = _read(paths, foreign=True)
-    return _foreign(inner, str(paths[0]), {**roles_of(path), **(roles or {})}, boundary_ids)
+    roles = {**roles_of(path), **(roles or {})}
+    if paths[0].name == SENTENCEPIECE and path.is_dir():
+        _complete(inner, path, roles)
+    return _foreign(inner, str(paths[0]), roles, boundary_ids)
 
 
-def from_json(content: str | dict[str, Any], where: str, roles: Mapping[str, str | None]) -> Tokenizer:
-    """As `load_foreign`, from the text or the content of a tokenizer.json. `where` names its file in errors."""
-    return _foreign(_json(content, where, foreign=True), where, roles)
+def _complete(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str | None]) -> None:
+    """
+    Add to the tokenizer of a `.model` what the other files of its folder say: more tokens, and whether a text opens
+    with bos_token. Raises DataError for a token that would get another ID.
+    """
+    settings, more = _told(folder / TOKENIZER_CONFIG), dict[str, int](_told(folder / ADDED_TOKENS))
+    listed = settings.get("added_tokens_decoder") or {}
+    more |= {token["content"]: int(id) for id, token in listed.items()}
+    special = {token["content"] for token in listed.values() if token.get("special")} | set(roles.values())
+    known = inner.get_vocab(with_added_tokens=True)
+    for name, id in sorted(more.items(), key=lambda one: one[1]):
+        is_special = name in special or not listed
+        if known.get(name, len(known)) != id:
+            what = f"gives the token {name!r} the ID {id}, which is not the next one"
+            raise DataError(what, where=str(folder), hint=f"Use a folder that has a {FILE}.")
+        token = AddedToken(name, normalized=False, special=is_special)
+        inner.add_special_tokens([token]) if is_special else inner.add_tokens([token])
+        known[name] = id
+    if settings.get("add_bos_token", str(settings.get("tokenizer_class", "")).startswith("Llama")):
+        _open_with(inner, roles.get("bos_token"))
+
+
+def _told(file: Path) -> dict[str, Any]:
+    return dict(read_record(file, dict[str, Any], error=DataError, fix="It is damaged.")) if file.is_file() else {}
+
+
+def _open_with(inner: tokenizers.Tokenizer, token: str | None) -> None:
+    """Put a special token before each text, as transformers does."""
+    if token is not None and (id := inner.token_to_id(token)) is not None:
+        inner.post_processor = processors.TemplateProcessing(
+            single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, id)]
+        )
+
+
+def from_json(
+    content: str | dict[str, Any], where: str, roles: Mapping[str, str | None], *, opens: bool = False
+) -> Tokenizer:
+    """
+    As `load_foreign`, from the text or the content of a tokenizer.json. `where` names its file in errors. `opens`: a
+    text opens with bos_token, also if the tokenizer does not say so.
+    """
+    inner = _json(content, where, foreign=True)
+    if opens and inner.post_processor is None:
+        _open_with(inner, roles.get("bos_token"))
+    return _foreign(inner, where, roles)
 
 
 def roles_of(folder: Path) -> dict[str, str | None]:
@@ -435,6 +481,10 @@ def of_pieces(model: SentencePieceModel, where: str, *, foreign: bool = False) -
     return inner
 
 
+MAX_PIECE = 4096
+"""Characters of a piece: each of its cuts is looked up."""
+
+
 def _sentencepiece_problem(model: SentencePieceModel, *, foreign: bool) -> str:
     users = [piece.text for piece in model.pieces if piece.type == USER]
     kinds = {1: "unigram", 3: "words", 4: "characters"}
@@ -452,6 +502,8 @@ def _sentencepiece_problem(model: SentencePieceModel, *, foreign: bool) -> str:
         return "it has a special token of one character"
     if len({piece.text for piece in model.pieces}) < len(model.pieces):
         return "it has one piece twice"
+    if any(len(piece.text) > MAX_PIECE for piece in model.pieces):
+        return f"it has a piece of more than {MAX_PIECE:,} characters"
     return ""
 
 

@@ -51,6 +51,8 @@ MAX_TOTAL = 2**28
 """Characters of all texts that a template makes for one conversation."""
 MAX_SECONDS = 2.0
 """CPU time of one rendering."""
+MAX_WIDTH, MAX_DATE, MAX_SLOW = 16, 256, 2**14
+"""Characters of an indent, of the format of a date, and of the text of a filter whose time grows with its square."""
 MAX_BITS = 2**14
 """Of a whole number that a template computes."""
 
@@ -376,10 +378,19 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(str.__str__(message))
 
 
+def _strftime_now(how: str) -> str:
+    if len(how) > MAX_DATE:
+        raise _RefusedError(f"it writes a date with a format of more than {MAX_DATE} characters")
+    return datetime.now().strftime(how)
+
+
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    _check_product((value, len(indent) if isinstance(indent, str) else indent or 1))
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    if width > MAX_WIDTH or any(len(one) > MAX_WIDTH for one in separators or ()):
+        raise _RefusedError(f"it writes JSON with an indent or separator of more than {MAX_WIDTH} characters")
+    _check_product((value, 1 if indent is None else MAX_WIDTH))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -390,6 +401,8 @@ def _join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
 
 
 _PRODUCT_FILTERS = ("batch", "center", "indent", "round", "slice", "wordwrap")
+_SLOW_FILTERS = ("striptags", "title", "wordwrap")
+"""Their time can grow with the square of their text."""
 _LEFT_OUT = ("format", "pprint", "sum", "urlize", "xmlattr")
 """Filters that no published template uses, and whose time and size no argument bounds."""
 _ESCAPES: dict[str, Callable[..., Any]] = {
@@ -406,6 +419,8 @@ _ESCAPES: dict[str, Callable[..., Any]] = {
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _take(1)
+        if name in _SLOW_FILTERS and args and isinstance(args[0], str) and len(args[0]) > MAX_SLOW:
+            raise _RefusedError(f"it uses the filter {name} on more than {MAX_SLOW:,} characters")
         if name in _PRODUCT_FILTERS:
             _check_product(one for one in (*args, *kwargs.values()) if isinstance(one, int | str | list | tuple | dict))
         return _checked(function(*args, **kwargs))
@@ -429,7 +444,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": lambda how: datetime.now().strftime(how),
+            "strftime_now": _strftime_now,
             "namespace": _Names,
         }
         self.globals |= {"dict": lambda *args, **kwargs: dict(*args, **kwargs)}

@@ -24,7 +24,15 @@ from bloomery.weights.architectures import TABLES
 from bloomery.weights.card import CARD, Provenance, card, provenance
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
-from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GGUF_SUFFIX, NumberFormat, is_adapter, own_weights
+from bloomery.weights.opened import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    GGUF_SUFFIX,
+    NumberFormat,
+    StoredWeights,
+    is_adapter,
+    own_weights,
+)
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
@@ -144,7 +152,10 @@ def _words(loaded: Loaded, license: str | None) -> GGUFWords:
     words, chats = loaded.language, loaded.lineage.template is not None
     source = words.chat.source if words.chat is not None and (chats or not words.is_ours) else None
     generation = {"temperature": TEMPERATURE, "top_p": 1.0} if words.is_ours else words.generation
-    return GGUFWords(words.roles_with(chats=chats), source, generation, license=license)
+    roles = words.roles_with(chats=chats)
+    first = None if words.is_ours else next(iter(words.opening_ids), None)
+    opens = first is not None and first == words.tokenizer.special_id(roles.get("bos_token") or "")
+    return GGUFWords(roles, source, generation, add_bos=opens, license=license)
 
 
 def _write_card(loaded: Loaded, folder: Path, architecture: str, number_format: str, source: Provenance) -> None:
@@ -257,11 +268,17 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
+    """
+    Make a model folder of what `read` reads, in the number format of its matrices: float32 if they have several. Raises
+    RunError where `out` has files in it.
+    """
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    dtype = str(loaded.weights[TABLES[0]].dtype).removeprefix("torch.")
-    number_format: NumberFormat = dtype  # type: ignore[assignment]
+    formats = {loaded.weights[TABLES[0]].dtype}
+    if isinstance(loaded.stored, StoredWeights):
+        formats = loaded.stored.matrix_formats()
+    widest = formats.pop() if len(formats) == 1 else torch.float32  # which holds all others
+    number_format: NumberFormat = str(widest).removeprefix("torch.")  # type: ignore[assignment]
     hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format, weights=loaded.weights)
     if (path := loaded.folder / CARD).is_file():
         shutil.copyfile(path, out / CARD)  # it states the license

@@ -32,7 +32,7 @@ from bloomery.core import cache
 from bloomery.core.chat import TEMPERATURE, sampling_of
 from bloomery.core.config import Context
 from bloomery.core.errors import CheckpointError, shorten
-from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
+from bloomery.core.io import canonical, make_folder, read_regular, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
 from bloomery.model.config import Base, Lora, ModelConfig, RopeScaling
 from bloomery.model.lora import Changes
@@ -47,7 +47,7 @@ from bloomery.tokenizer.chat_template import (
     renderer_named,
     special_tokens,
 )
-from bloomery.tokenizer.jinja_template import JinjaRenderer
+from bloomery.tokenizer.jinja_template import MAX_TEMPLATE, JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import safetensors
@@ -489,7 +489,7 @@ def _language(opened: OpenedModel) -> ModelLanguage:
     path = opened.path
     if opened.gguf is not None:
         model = opened.gguf
-        tokenizer = importers.from_json(model.tokenizer_spec, str(path), model.roles)
+        tokenizer = importers.from_json(model.tokenizer_spec, str(path), model.roles, opens=model.add_bos)
         return _foreign(tokenizer, model.chat_template, model.roles, dict(model.generation), opened)
     if not (path / LINEAGE).is_file():
         return _language_of_folder(opened)
@@ -513,7 +513,11 @@ def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
     roles = importers.roles_of(folder)
     text: Any = settings.get("chat_template")
     if (folder / CHAT_TEMPLATE).is_file():
-        text = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        try:
+            text = read_regular(folder / CHAT_TEMPLATE, 4 * MAX_TEMPLATE).decode()
+        except (OSError, ValueError) as error:
+            what = f"cannot be read as a chat template: {error}"
+            raise CheckpointError(what, where=str(folder / CHAT_TEMPLATE), hint=again(folder)) from None
     if isinstance(text, list):
         named = {str(entry.get("name")): entry.get("template") for entry in text if isinstance(entry, dict)}
         text = named.get("default")
@@ -542,8 +546,17 @@ def _foreign(
     generation: dict[str, Any],
     opened: OpenedModel,
 ) -> ModelLanguage:
-    """The words of a model that others trained. Raises CheckpointError where it has fewer rows than its tokenizer."""
-    _check_rows(tokenizer, opened.rows, {}, opened.path)
+    """
+    The words of a model that others trained, without special tokens that its tables have no row for: Gemma 3 has one
+    for images. Raises CheckpointError where other tokens have no row.
+    """
+    beyond = {token["id"] for token in tokenizer.outline["added_tokens"] if token["special"]}
+    beyond -= set(range(opened.rows))
+    _check_rows(tokenizer, opened.rows, {str(id): id for id in beyond}, opened.path)
+    if beyond:
+        spec = tokenizer.spec
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in beyond]
+        tokenizer = importers.from_json(spec, str(opened.path), roles)
     ends = set(_ids(generation.get("eos_token_id"), opened.facts.get("eos_token_id")))
     if (end := roles.get("eos_token")) and (id := tokenizer.special_id(end)) is not None:
         ends.add(id)
@@ -738,8 +751,13 @@ def _base_named(folder: Path) -> str:
     return peft.read(folder).base
 
 
-def _base(folder: Path, named: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """What adapters were made from where they are ours, what they adapt, and where that lies."""
+def _base(
+    folder: Path, named: str, above: frozenset[Path] = frozenset()
+) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """
+    What adapters were made from where they are ours, what they adapt, and where that lies. `above` are folders of
+    adapters of these. Raises CheckpointError where adapters end at no model.
+    """
     facts: dict[str, Any] = {}
     if (folder / LINEAGE).exists():
         facts = {**read_file(folder / LINEAGE, SavedLineage)}
@@ -752,9 +770,14 @@ def _base(folder: Path, named: str) -> tuple[dict[str, Any], dict[str, Any], Pat
             )
     own = facts.get(BASE, {"folder": named, "kept_as": "float32"})
     base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
+    if is_adapter(base_folder) and base_folder in (above := above | {folder.resolve()}):
+        hint = f"Set the folder of the base model in {ADAPTER_CONFIG if not facts else LINEAGE}."
+        raise CheckpointError("is its own base model, directly or through other adapters", where=str(folder), hint=hint)
     if not is_model(base_folder):
         hint = f"Copy the base model there, or set its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."
         raise CheckpointError(f"needs a base model that is not at {base_folder}", where=str(folder), hint=hint)
+    if is_adapter(base_folder):
+        _base(base_folder, _base_named(base_folder), above)
     return facts, own, base_folder
 
 

@@ -147,6 +147,7 @@ def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, Mo
     """The architecture and the model that a configuration is of, and how many ids that has. Raises CheckpointError."""
     try:
         kind = weights_architectures.of_file(facts)
+        _check_rope(facts)
         config, rows = kind.understand(facts), facts["vocab_size"]
         if type(rows) is not int or not 1 <= rows <= MAX_IDS:
             raise ValueError(f"vocab_size is {shorten(repr(rows))}, not a number from 1 to {MAX_IDS:,}")
@@ -162,6 +163,15 @@ def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, Mo
         what = f"describes a model that is not supported: {why}"
         hint = "Use a model of another kind: docs/understand/model-folders.md lists them."
     raise CheckpointError(what, where=str(file), hint=hint)
+
+
+def _check_rope(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError where a configuration scales RoPE in two ways: transformers 5 reads the older key first."""
+    old, new = facts.get("rope_scaling"), facts.get("rope_parameters")
+    if isinstance(old, dict) and isinstance(new, dict) and old and new:
+        renamed = {("rope_type" if key == "type" else key): value for key, value in old.items()}
+        if any(new.get(key) != value for key, value in renamed.items()):
+            raise ValueError("rope_scaling differs from rope_parameters. Write all of its keys into rope_parameters")
 
 
 def _explained(facts: Mapping[str, Any], error: ValidationError) -> str:
@@ -201,6 +211,12 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._own
+
+    def matrix_formats(self) -> set[torch.dtype]:
+        """Number formats of the matrices in their files; quantized blocks count as bfloat16."""
+        matrices = {self._pieces[name].theirs for name, weight in self._own.items() if weight.dim() > 1}
+        stored = {self._tensors.number_format(name) or "" for name in matrices}
+        return {_PLAIN.get(name, torch.bfloat16) for name in stored}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
@@ -284,6 +300,9 @@ def kept_as_in(dtype: LoadFormat, opened: OpenedModel) -> Base | Literal["float1
     return {"float16": "float16", "float32": "float32"}.get(stored or "", "bfloat16")  # type: ignore[return-value]
 
 
+_PLAIN = {"float32": torch.float32, "float16": torch.float16}
+
+
 def put_weight(
     model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str, base: Base = "float32"
 ) -> None:
@@ -291,7 +310,7 @@ def put_weight(
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
-    plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
+    plain = _PLAIN.get(kept_as, torch.bfloat16)
     form = plain if is_matrix else torch.float32
     if _is_in_block(model, name) and (kept_as in ("int8", "int4", "nf4") or base != "float32"):
         frozen = quantize.frozen_weight(weight.to(device), base if base != "float32" else kept_as)  # type: ignore[arg-type]

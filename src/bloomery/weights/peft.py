@@ -118,10 +118,12 @@ def read(folder: Path) -> Adapter:
             pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
             if facts.get("use_dora"):
                 magnitudes[matrix] = tensors.pop(name.replace("lora_A.weight", MAGNITUDE))
-            rank = len(pairs[matrix][0])
+            rank = _rank(matrix, *pairs[matrix], magnitudes.get(matrix))
             alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
         base = facts["base_model_name_or_path"]
+        if not pairs:
+            raise ValueError("it has no matrix")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         what = f"holds no PEFT adapter: {type(error).__name__}: {error}"
         raise CheckpointError(what, where=str(folder), hint=_AGAIN) from None
@@ -161,7 +163,7 @@ def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -
         weight = weight + changes[number]
         if (lengths := adapter.magnitudes.get(name)) is not None:
             weight *= (torch.split(lengths, sizes)[number] / torch.linalg.vector_norm(weight, dim=1))[:, None]
-        return weight
+        return finite(ours, weight, str(folder), _AGAIN)
 
     return merged
 
@@ -292,8 +294,30 @@ def _targets(adapted: Mapping[str, int], every: list[str]) -> list[str]:
     return sorted(short if exact else adapted)
 
 
+MAX_PATTERN = 256
+"""Characters of an expression. It also has two repetitions at most: each multiplies the time by a name's length."""
+
+
+def _rank(name: str, a: Tensor, b: Tensor, lengths: Tensor | None) -> int:
+    """The rank of an adapter. Raises ValueError for tensors that are none."""
+    tensors = [a, b, *([] if lengths is None else [lengths])]
+    if any(tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors):
+        raise ValueError(f"{name} has numbers in {', '.join(str(tensor.dtype) for tensor in tensors)}")
+    if (
+        a.dim() != 2
+        or b.dim() != 2
+        or not 1 <= len(a) == b.shape[1]
+        or (lengths is not None and lengths.shape != b.shape[:1])
+    ):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(f"{name} has tensors of the shapes {shapes}, which do not fit together")
+    return len(a)
+
+
 def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
     """The first whose key, an expression, is the end of a name as PEFT has it."""
+    if slow := next((key for key in patterns if len(key) > MAX_PATTERN or len(re.findall(r"[*+?{]", key)) > 2), None):
+        raise ValueError(f"the expression {slow[:80]!r} of its patterns may take too long")
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
     except re.error as error:
@@ -304,5 +328,8 @@ def _more(facts: Mapping[str, Any]) -> str:
     """What of PEFT's is more than W + s · B A; "" where nothing is."""
     if facts.get("peft_type") != "LORA":
         return f"its kind is {facts.get('peft_type')!r}"
+    start = facts.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
+        return f"init_lora_weights is {start!r}, which changes the base model"
     keys = ("layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
     return ", ".join(f"{key} is {facts[key]!r}" for key in keys if facts.get(key))

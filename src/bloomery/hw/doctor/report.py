@@ -171,8 +171,8 @@ def verdict(findings: Sequence[Finding], runs: Path) -> tuple[str, str]:
         return f"This machine is not ready to train. To fix: {', '.join(failed)} (✗ above).", "bloomery doctor"
     first_run = "bloomery run recipes/demo.toml" + ("" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}")
     if any(one.id == "quick" for one in findings):
-        warned = f"Warnings: {', '.join(by_status['warn'])} (! above)" if by_status["warn"] else "No problem found"
-        return f"{warned}. Speed and kernels were not examined.", "bloomery doctor"
+        seen = f"Warnings: {', '.join(by_status['warn'])} (! above)" if by_status["warn"] else "No problem found"
+        return f"{seen}. Speed and kernels were not examined.", "bloomery doctor"
     if warned := by_status["warn"]:
         return f"This machine can train. It could do better: {', '.join(warned)} (! above).", first_run
     return "This machine is ready to train.", first_run
