@@ -177,7 +177,7 @@ def broken(tmp_path: Path, files: dict[str, list[dict[str, Any]]], name: str = "
         ({"a/copa.jsonl": [], "b/copa.jsonl": []}, r"a/copa\.jsonl: is copa, and so is .*b/copa\.jsonl"),
         (
             {"copa.jsonl": [{"query": "a"}]},
-            r"copa\.jsonl:1: is no row of this task: KeyError: 'choices'; its fields: query",
+            r"copa\.jsonl:1: is not a row of this task: KeyError: 'choices'; its fields: query",
         ),
         ({"copa.jsonl": []}, r"has no rows of copa"),
     ],

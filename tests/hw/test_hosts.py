@@ -260,7 +260,7 @@ def test_a_process_alone_and_one_of_torchrun_stay_as_they_are(env: dict[str, str
         ({name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"}, "SLURM_LOCALID is not set"),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "MASTER_ADDR is not set, and there are 4 processes\n.*mpirun",
+            "MASTER_ADDR is not set, but there are 4 processes\n.*mpirun",
         ),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_JOB_NODELIST"}, "MASTER_ADDR is not set"),
     ],
