@@ -320,11 +320,11 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         ),
         (
             ["finetune.lora={target_modules=['mlp.*', 'atention.q']}"],
-            r"finetune\.lora\.target_modules: the target 'atention\.q' names no",
+            r"finetune\.lora\.target_modules: the target 'atention\.q' matches no",
         ),
         (
             ["finetune.lora={target_modules=['blocks.9.mlp.up']}"],
-            r"finetune\.lora\.target_modules.*has attention\.q, .*mlp\.down",
+            r"finetune\.lora\.target_modules.*of a block: attention\.q, .*mlp\.down",
         ),
     ],
 )

@@ -238,7 +238,7 @@ def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeyp
         hf.load(tmp_path)
     assert caught.value.what == (
         f"the model was trained with the chat template bloomery {trained.hash[:8]}, "
-        f"and this one is {Template().hash[:8]}"
+        f"but this one is {Template().hash[:8]}"
     )
     saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
     assert hf.load(tmp_path).lineage.template is None

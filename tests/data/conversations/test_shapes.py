@@ -210,7 +210,12 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "\ud83d"}]}, "not_unicode", "half a surrogate pair"),
     ("exchanges", {"conversation": [{"input": "a"}]}, "bad_message", "exchange 1 has no input and output"),
     ("alpaca", {"instruction": "a", "output": None}, "no_field", "has no text field named output or response"),
-    ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "not_text", "field 'input' has int"),
+    (
+        "alpaca",
+        {"instruction": "a", "input": 3, "output": "b"},
+        "not_text",
+        "field 'input' has content of the type int",
+    ),
     ("alpaca", {"instruction": "a", "output": "b", "history": ["c"]}, "bad_message", "entry 1 of its history"),
     ("pairs", {"prompt": "a"}, "no_field", "has no text field named completion or response"),
     ("dialogue", {"text": "Just text."}, "no_speaker", "no line begins with a speaker"),
