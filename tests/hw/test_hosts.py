@@ -93,7 +93,7 @@ def test_each_host_starts_its_ranks_by_a_command_that_ssh_hands_on_whole(cluster
         (
             {},
             "gone",
-            "^gone: ssh cannot connect, or lost the connection, with rank 3;.*\n.*remove it from .*hosts, then run the same",
+            "^gone: ssh cannot connect, or lost the connection, with rank 3;.*\n.*remove it from .*hosts, then run",
         ),
     ],
 )
