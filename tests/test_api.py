@@ -150,7 +150,7 @@ def test_what_a_model_cannot_take_is_an_error_with_its_fix(loaded: bloomery.Mode
     for ids in ([], [0] * 301):
         with pytest.raises(DataError, match=r"token IDs, but the model's context is 300\nPass 1 to 300 token IDs"):
             loaded.logits(ids)
-    with pytest.raises(bloomery.CheckpointError, match=r"runs/none: does not exist\nName a run folder"):
+    with pytest.raises(bloomery.CheckpointError, match=r"runs/none: does not exist\nGive a run folder"):
         bloomery.load("runs/none")
 
 

@@ -271,7 +271,7 @@ def test_the_recipe_of_a_run_asks_for_classifiers_as_its_recipe_did(tmp_path: Pa
     again = config.load(Recipe, own)
     assert (again, again.classify.required) == (first, first.classify.required)
     if asked == "classify.required=false":
-        with pytest.raises(ConfigError, match=r"needs classify\.required=true"):
+        with pytest.raises(ConfigError, match=r"remove classify\.required=false"):
             config.load(Recipe, own, [limit])
         return
     limited = config.load(Recipe, own, [limit])
@@ -286,7 +286,7 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
     pretrain = [*(f"pretrain.{one}" for one in training), "pretrain.model.context_length=64"]
     assert config.load(Recipe, text_only, pretrain).finetune is None
     both = [*pretrain, *(f"finetune.{one}" for one in training)]
-    with pytest.raises(ConfigError, match=r"say instruct\.sequence_length=65, not 257"):
+    with pytest.raises(ConfigError, match=r"set instruct\.sequence_length=65, not 257"):
         config.load(Recipe, text_only, [*both, "instruct.sequence_length=257"])
     assert config.load(Recipe, text_only, both).instruct.sequence_length == 65
     assert config.load(Recipe, text_only, [*both, "instruct.samples=1"]).instruct.sequence_length == 65
@@ -304,7 +304,7 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         ),
         (
             ["evaluate.domains=['worlds', 'webb']"],
-            r"evaluate\.domains names 'webb', and no source has .*fetch\.sources: code, docs, worlds",
+            r"evaluate\.domains names 'webb', but no source has .*fetch\.sources: code, docs, worlds",
         ),
         (["evaluate.conversations=5", "evaluate.max_tokens=256"], r"evaluate\.max_tokens=256 leaves no room"),
         (
@@ -316,15 +316,15 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         ),
         (
             ["instruct.chat_template='chatml'", "tokenizer.chat_template='llama3'"],
-            r"instruct\.chat_template='chatml' marks turns by <\|im_start\|>.*leave out tokenizer\.chat_template",
+            r"instruct\.chat_template='chatml' marks turns by <\|im_start\|>.*remove tokenizer\.chat_template",
         ),
         (
             ["finetune.lora={target_modules=['mlp.*', 'atention.q']}"],
-            r"finetune\.lora\.target_modules: the target 'atention\.q' names no",
+            r"finetune\.lora\.target_modules: the target 'atention\.q' matches no",
         ),
         (
             ["finetune.lora={target_modules=['blocks.9.mlp.up']}"],
-            r"finetune\.lora\.target_modules.*has attention\.q, .*mlp\.down",
+            r"finetune\.lora\.target_modules.*of a block: attention\.q, .*mlp\.down",
         ),
     ],
 )

@@ -331,7 +331,7 @@ def test_what_is_edited_after_a_run_began_is_not_taken_for_what_the_fingerprint_
         monkeypatch.setattr(f"{HERE}.make", editing)
     else:
         source.write_text("two")
-    with pytest.raises(RunError, match=r"make: what it reads from outside the run has changed.*\nRun the same command"):
+    with pytest.raises(RunError, match=r"make: an input outside the run folder changed.*\nRun the same command"):
         execute(plans)
     assert not plans[0].fresh
     assert len(RUNS) == while_it_runs

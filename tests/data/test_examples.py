@@ -67,7 +67,7 @@ def test_texts_that_differ_in_case_and_marks_are_one_group(tmp_path: Path) -> No
         ({"text": "", "label": 1}, r"a\.jsonl:41: its text is empty.*Remove this row"),
         ({"text": " \n", "label": 1}, "its text is empty"),
         ({"text": None, "label": 1}, "its text is None, not text"),
-        ({"label": 1}, "has no field 'text'.*text_field; the row has 'label'"),
+        ({"label": 1}, "has no field 'text'.*text_field to .*; the row has 'label'"),
         ({"text": "x"}, "has no field 'label'.*label_field"),
         ({"text": "x", "label": 2}, "has label 2, which is neither.*positive 1; negative 0"),
         ({"text": "x", "label": "1"}, "has label '1', which is neither"),

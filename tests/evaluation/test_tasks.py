@@ -177,7 +177,7 @@ def broken(tmp_path: Path, files: dict[str, list[dict[str, Any]]], name: str = "
         ({"a/copa.jsonl": [], "b/copa.jsonl": []}, r"a/copa\.jsonl: is copa, and so is .*b/copa\.jsonl"),
         (
             {"copa.jsonl": [{"query": "a"}]},
-            r"copa\.jsonl:1: is no row of this task: KeyError: 'choices'; its fields: query",
+            r"copa\.jsonl:1: is not a row of this task: KeyError: 'choices'; its fields: query",
         ),
         ({"copa.jsonl": []}, r"has no rows of copa"),
     ],
@@ -190,7 +190,7 @@ def test_what_is_wrong_with_a_set_is_told_with_its_place(
 
 
 def test_an_unknown_task_and_a_folder_that_is_not_there_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no task 'helaswag'\nTasks: hellaswag, arc_easy"):
+    with pytest.raises(ConfigError, match=r"no task 'helaswag'\nUse one of hellaswag, arc_easy"):
         tasks.named(["helaswag"])
     with pytest.raises(DataError, match="none: does not exist"):
         tasks.rows("copa", TaskFiles((tmp_path / "none",)))

@@ -175,7 +175,7 @@ def test_a_gpu_that_refuses_all_work_is_not_asked_again(monkeypatch: pytest.Monk
 
     pretend(monkeypatch, hip=None)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    with pytest.raises(HardwareError, match=r"refuses all work since: CUDA error: out of memory\n.*micro_batch_tokens"):
+    with pytest.raises(HardwareError, match=r"has failed since then: CUDA error: out of memory\n.*micro_batch_tokens"):
         device.give_back_memory()
 
 

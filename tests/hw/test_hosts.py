@@ -90,7 +90,11 @@ def test_each_host_starts_its_ranks_by_a_command_that_ssh_hands_on_whole(cluster
     [
         ({"1": 2}, "node3", "^me@node1: ranks 0 to 1 ended with exit code 2; the ranks of the other hosts were ended"),
         ({"2": 9}, "node3", "^127.0.0.1: rank 2 ended with exit code 9"),
-        ({}, "gone", "^gone: ssh does not reach it, or lost it, with rank 3;.*\n.*take it out of .*hosts: the same"),
+        (
+            {},
+            "gone",
+            "^gone: ssh cannot connect, or lost the connection, with rank 3;.*\n.*remove it from .*hosts, then run",
+        ),
     ],
 )
 def test_a_host_that_fails_is_named_and_ends_the_others(
@@ -294,7 +298,7 @@ def test_a_process_alone_and_one_of_torchrun_stay_as_they_are(env: dict[str, str
         ({name: SLURM[name] for name in SLURM if name != "SLURM_LOCALID"}, "SLURM_LOCALID is not set"),
         (
             {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "MASTER_ADDR is not set, and there are 4 processes\n.*mpirun",
+            "MASTER_ADDR is not set, but there are 4 processes\n.*mpirun",
         ),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_JOB_NODELIST"}, "MASTER_ADDR is not set"),
     ],

@@ -15,14 +15,17 @@ import torch
 YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 64}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 100, "num_heads": 8}, "hidden_size 100 must be a multiple of num_heads 8; else set head_dim"),
-    ({"hidden_size": 24, "num_heads": 8}, "rotary positions need an even head_dim, not 3"),
+    ({"hidden_size": 24, "num_heads": 8}, "needs an even head_dim, not 3"),
     ({"hidden_size": 4, "num_heads": 8}, "hidden_size 4 must be a multiple of num_heads 8"),
     ({"head_dim": 7}, "even head_dim, not 7"),
     ({"attention": "differential", "num_kv_heads": 1}, "pairs heads: num_kv_heads 1 must be even"),
     ({"attention": []}, "attention: tuple should have at least 1 item"),
     ({"attention": ["standard", "linear"]}, "attention.1: input should be 'standard' or 'differential', got 'linear'"),
     ({"sliding_window": ["full", 0]}, "sliding_window.1"),
-    ({"position_embedding": "none", "rope_scaling": {"kind": "linear", "factor": 2}}, "position_embedding is 'none'"),
+    (
+        {"position_embedding": "none", "rope_scaling": {"kind": "linear", "factor": 2}},
+        "position_embedding=\"rope\", not 'none'",
+    ),
     ({"rope_scaling": {"factor": 2}}, "Kinds: 'linear', 'llama3', 'yarn'"),
     ({"rope_scaling": {"kind": "linear", "factor": 0.5}}, "factor: must be at least 1"),
     ({"rope_scaling": {"kind": "llama3", "high_freq_factor": 1}}, "high_freq_factor 1.0 must be above"),

@@ -316,7 +316,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_the_others_stay(shelf: Mo
 def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(shelf: ModelRegistry) -> None:
     answerer = shelf.get("b")
     least = -(-1_000_000 // max(small().byte_lengths))
-    with pytest.raises(DataError, match=rf"takes at least {least + 2} tokens, but the model's context is 40"):
+    with pytest.raises(DataError, match=rf"has at least {least + 2} tokens, but the model's context is 40"):
         answerer.answer([{"role": "user", "content": "x" * 1_000_000}], SamplingConfig())
 
 

@@ -105,7 +105,7 @@ def test_files_without_a_header_are_read_when_it_is_said_what_they_hold(tmp_path
 def test_four_bytes_a_token_are_not_read_as_two(tmp_path: Path) -> None:
     raw = struct.pack(f"<{len(LONG)}I", *LONG)
     theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
-    with pytest.raises(DataError, match=r"train.bin: every second one of its tokens is 0(.|\n)*uint32"):
+    with pytest.raises(DataError, match=r"train.bin: every second token is 0(.|\n)*uint32"):
         shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
     assert shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint32")["tokens"] == len(LONG)
 
@@ -209,7 +209,7 @@ def test_a_meta_yaml_may_have_comments_quotes_and_a_mark_of_its_encoding(
         ({"pack_len": "wide"}, r"meta.yaml: pack_len is 'wide', not a number"),
         ({"pack_len": "--5"}, r"meta.yaml: pack_len is '--5', not a number"),
         ({"dtype": "int16"}, r"meta.yaml: dtype is 'int16', not uint16 or uint32"),
-        ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, and this tokenizer has {VOCAB} token IDs"),
+        ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, but this tokenizer has {VOCAB} token IDs"),
         ({"n_train_sequences": 7}, r"meta.yaml: says n_train_sequences: 7, but there are 4"),
         ({"n_val_sequences": "many"}, r"meta.yaml: says n_val_sequences: 'many', but there are 1"),
         ({"n_train_shards": 3}, r"meta.yaml: says n_train_shards: 3, but there are 2"),
@@ -274,15 +274,18 @@ OTHER_KINDS = {
 }
 
 BROKEN: dict[str, tuple[Callable[[Path], bytes | None], str]] = {
-    "torn": (lambda file: file.read_bytes()[:-1], r"has 1035 bytes, 6 tokens need 1036"),
-    "truncated by tokens": (lambda file: file.read_bytes()[:-4], r"has 1032 bytes, 6 tokens need 1036"),
+    "torn": (lambda file: file.read_bytes()[:-1], r"has 1035 bytes, but 6 tokens need 1036"),
+    "truncated by tokens": (lambda file: file.read_bytes()[:-4], r"has 1032 bytes, but 6 tokens need 1036"),
     "empty": (lambda file: b"", r"has 0 bytes, less than a header"),
     "foreign": (lambda file: b"\x80\x04" + bytes(2000), r"begins with 1152 and 0, which is no token file"),
     "another vocabulary": (
         lambda file: by_hand([DOCUMENT, 7, 50256]),
         rf"token 2 is 50256, outside the vocabulary of {VOCAB}",
     ),
-    "a count that ran over": (lambda file: by_hand(LONG, count=2**31 - 1), r"has 1048 bytes, 2147483647 tokens need"),
+    "a count that ran over": (
+        lambda file: by_hand(LONG, count=2**31 - 1),
+        r"has 1048 bytes, but 2147483647 tokens need",
+    ),
     **{
         kind: (lambda file, magic=magic: by_hand(LONG, magic=magic), rf"begins with {magic} and 1, which is {kind}")  # type: ignore[misc]
         for magic, kind in OTHER_KINDS.items()
@@ -358,13 +361,13 @@ def test_a_shard_of_more_than_two_gibibytes_is_read_to_its_last_token(tmp_path: 
 
 
 def test_more_tokens_than_a_header_counts_are_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"2,147,483,648 tokens are more than the header .* counts \(2,147,483,647\)"):
+    with pytest.raises(DataError, match=r"2,147,483,648 tokens are more than the header .* allows \(2,147,483,647\)"):
         format.write_pieces(tmp_path / "x", [], num_tokens=2**31, vocab_size=700, tokenizer_hash="a" * 64)
     file = tmp_path / "y.bin"
     file.write_bytes(by_hand([], count=5))
     with file.open("r+b") as opened:
         opened.truncate(1024 + 2 * (2**31 + 5))
-    with pytest.raises(DataError, match=r"y\.bin: holds 2,147,483,653 tokens, more than its header can count"):
+    with pytest.raises(DataError, match=r"y\.bin: holds 2,147,483,653 tokens, more than its header allows"):
         format.read_tokens(file)
 
 

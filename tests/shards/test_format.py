@@ -162,15 +162,15 @@ def remove(name: str) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "torn": (patch("bin", lambda data: data[:-1]), r"\.bin: has 1223 bytes, 100 tokens need 1224"),
-    "torn by whole tokens": (patch("bin", lambda data: data[:-20]), r"\.bin: has 1204 bytes, 100 tokens need 1224"),
-    "too long": (patch("bin", lambda data: data + b"\0\0"), r"\.bin: has 1226 bytes, 100 tokens need 1224"),
+    "torn": (patch("bin", lambda data: data[:-1]), r"\.bin: has 1223 bytes, but 100 tokens need 1224"),
+    "torn by whole tokens": (patch("bin", lambda data: data[:-20]), r"\.bin: has 1204 bytes, but 100 tokens need 1224"),
+    "too long": (patch("bin", lambda data: data + b"\0\0"), r"\.bin: has 1226 bytes, but 100 tokens need 1224"),
     "no header": (patch("bin", lambda data: data[:1000]), r"\.bin: has 1000 bytes, less than a header of 1024"),
     "empty": (patch("bin", lambda data: b""), r"\.bin: has 0 bytes"),
     "missing": (remove("bin"), r"\.bin: is missing"),
     "another magic": (patch("bin", header(0, 20240521)), r"\.bin: begins with 20240521 and 1, which is no token file"),
     "another version": (patch("bin", header(1, 7)), r"\.bin: begins with 20240520 and 7, which is no token file"),
-    "another count": (patch("bin", header(2, 99)), r"\.bin: has 1224 bytes, 99 tokens need 1222"),
+    "another count": (patch("bin", header(2, 99)), r"\.bin: has 1224 bytes, but 99 tokens need 1222"),
     "a negative count": (patch("bin", header(2, -1)), r"\.bin: has 1224 bytes"),
     "another count in the index": (patch("json", index(tokens=99)), r"\.bin: holds 100 tokens, but its index says 99"),
     "no index": (remove("json"), r"\.json: the shard has no index.*The shard is incomplete"),
@@ -205,9 +205,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         patch("json", index(starts=[10**30])),
         r"\.json: cannot be read: an integer has 31 digits",
     ),
-    "a start behind the end": (patch("json", index(starts=[0, 101])), r"\.json: is no index: starts"),
+    "a start behind the end": (patch("json", index(starts=[0, 101])), r"\.json: is not an index: starts"),
     "a negative start": (patch("json", index(starts=[-1, 5])), r"\.json: cannot be read: starts"),
-    "starts out of order": (patch("json", index(starts=[0, 9, 5])), r"\.json: is no index: starts"),
+    "starts out of order": (patch("json", index(starts=[0, 9, 5])), r"\.json: is not an index: starts"),
     "another tokenizer": (
         patch("json", index(tokenizer="b" * 64)),
         r"\.bin: was made with tokenizer bbbbbbbb, not a",

@@ -248,7 +248,9 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     assert len(listed.read_text().splitlines()) == 3
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps({"messages": talk("A", "B")}) + "\n")
-    with pytest.raises(DataError, match=rf"conversation is left for validation\nRaise instruct\.val_fraction.*{told}"):
+    with pytest.raises(
+        DataError, match=rf"conversations are left for validation\nRaise instruct\.val_fraction.*{told}"
+    ):
         instruct.run(build(Instruct, {**tree, "val_fraction": 1e-9}), inputs, tmp_path / "out")
     with pytest.raises(DataError, match=r"no conversations are left to train on\nAdd conversations, or lower"):
         instruct.run(build(Instruct, {"sources": [], "val_fraction": 1e-9}), inputs, tmp_path / "out")

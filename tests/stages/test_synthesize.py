@@ -356,7 +356,7 @@ def test_a_damaged_line_of_the_ledger_is_named(server: ModelServer, tmp_path: Pa
     run(config(server, count=2), tmp_path)
     with (tmp_path / "requests.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(DataError, match=r"requests\.jsonl:5: is no line of a ledger"):
+    with pytest.raises(DataError, match=r"requests\.jsonl:5: is not a valid line of a ledger"):
         run(config(server, count=3), tmp_path)
 
 

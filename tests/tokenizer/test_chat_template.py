@@ -90,8 +90,8 @@ def test_an_unknown_role_and_content_that_is_no_text_are_errors_that_name_the_me
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"role": "robot", "content": "a"}, "has the role 'robot'; roles are system, user, assistant, tool"),
         ({"role": ["user"], "content": "a"}, r"has the role \['user'\]; roles are"),
-        ({"role": "user", "content": None}, "has content of the type NoneType, not text"),
-        ({"role": "user", "content": ["a"]}, "has content of the type list, not text"),
+        ({"role": "user", "content": None}, "has NoneType as its content, not text"),
+        ({"role": "user", "content": ["a"]}, "has list as its content, not text"),
         ({"role": "user", "content": "ab\ud83d"}, "holds half a surrogate pair at character 2; write it as one"),
         ({"role": "user"}, "has no role and content"),
     ]

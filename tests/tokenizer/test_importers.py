@@ -101,7 +101,7 @@ def test_a_token_that_no_merge_makes_is_taken_as_a_word_as_tiktoken_does(tmp_pat
     [
         ("YQ== 0\nnonsense\n", r"tiktoken:2: is not a base64 token"),
         ("YQ== 0\n!!! 1\n", r"tiktoken:2: is not a base64 token"),
-        ("YQ== zero\n", r"tiktoken:1: is no token"),
+        ("YQ== zero\n", r"tiktoken:1: is not a base64 token"),
         ("YQ== 0\nYg== 1\n", "does not rank 256 bytes"),
     ],
 )
@@ -112,7 +112,9 @@ def test_broken_ranks_are_an_error_that_names_the_line(tmp_path: Path, content: 
 
 
 def test_ranks_need_the_name_of_a_pattern_and_nothing_else_takes_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)does not say how text is cut.*tokenizer\.pattern = one of gpt2, llama3"):
+    with pytest.raises(
+        DataError, match=r"(?s)does not define how text is split.*tokenizer\.pattern to one of gpt2, llama3"
+    ):
         importers.load(ranked(tmp_path))
     small().save(tmp_path)
     with pytest.raises(DataError, match="has its own rule to split words"):

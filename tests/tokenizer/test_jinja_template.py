@@ -372,7 +372,7 @@ def test_a_template_that_leaves_out_an_answer_is_an_error_with_its_message() -> 
     )
     ours = JinjaRenderer(tokenizer, template, {})
     asked: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(DataError, match="message 4: the chat template leaves out"):
+    with pytest.raises(DataError, match="message 4: the chat template omits"):
         ours.render(asked + asked)
 
 

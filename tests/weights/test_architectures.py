@@ -287,15 +287,15 @@ def changed(file: Path, **changes: Any) -> None:
     [
         ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; supported: LlamaForCausalLM"),
         ({"architectures": None, "model_type": "phi3"}, "architectures is None; it must be one of LlamaForCausa"),
-        ({"architectures": []}, r"architectures is \[\], and .* as in \['LlamaForCausalLM'\]"),
+        ({"architectures": []}, r"architectures is \[\]; it must be one of .* as in \['LlamaForCausalLM'\]"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM; it must be one of"),
         ({"architectures": [7]}, r"architectures is \[7\]; it must be one of"),
         ({"model_type": "gpt2"}, "architectures is LlamaForCausalLM, but model_type is gpt2, not 'llama'"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; num_heads: "),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; norm_eps: "),
         ({"max_position_embeddings": "x" * 5000}, "max_position_embeddings is x{100}…; context_length: "),
-        ({"rope_scaling": YARN | {"finetuned": True}}, "not known here: rope_scaling.finetuned: unknown key\n"),
-        ({"rope_scaling": YARN, "rope_theta": 1.0}, "not known here: yarn divides by the logarithm of rope_theta 1.0"),
+        ({"rope_scaling": YARN | {"finetuned": True}}, "not supported: rope_scaling.finetuned: unknown key\n"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "not supported: yarn divides by the logarithm of rope_theta 1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu, gelu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
@@ -304,7 +304,7 @@ def changed(file: Path, **changes: Any) -> None:
         ({"mup_scale": 2.0}, "mup_scale = 2.0 is not known for LlamaForCausalLM; remove the field"),
         ({"mlp_bias": True}, "attention_bias and mlp_bias must be equal"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"vocab_size": -1}, "not known here: vocab_size is -1, and no number of ids"),
+        ({"vocab_size": -1}, "not supported: vocab_size is -1, not a number"),
         ({"vocab_size": 2**31}, "not supported: vocab_size is 2147483648, not a number from 1 to 4,194,304"),
         ({"max_position_embeddings": 10**15}, "context_length: must be at most 16,777,216"),
         ({"rms_norm_eps": 1e308}, "norm_eps: must be at most 0.1"),
@@ -369,7 +369,7 @@ STRANGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
     "scales": (lambda w: {UP + "_scale_inv": torch.ones(1, 1)}, f"does not have: {UP}_scale_inv"),
     "a bias": (lambda w: {BIAS: torch.ones(32)}, f"a LlamaForCausalLM of this config.json does not have: {BIAS}"),
     "a layer more": (lambda w: {BEYOND: w[UP].clone()}, f"does not have: {BEYOND}"),
-    "another head": (lambda w: {HEAD: w[EMBEDDING] + 1e-3}, f"{HEAD} is not {EMBEDDING}, and config.json says"),
+    "another head": (lambda w: {HEAD: w[EMBEDDING] + 1e-3}, f"{HEAD} differs from {EMBEDDING}, but config.json ties"),
 }
 
 

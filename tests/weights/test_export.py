@@ -333,7 +333,7 @@ def test_a_gguf_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told(capsys, *words)["architecture"] == "llama"
     assert gguf.read(tmp_path / "a.gguf").roles["eos_token"] == "<|endoftext|>"
     assert "exists" in refused(capsys, *words)
-    assert "ends with .gguf" in refused(capsys, *words[:2], tmp_path / "a", *words[3:])
+    assert "does not end with .gguf" in refused(capsys, *words[:2], tmp_path / "a", *words[3:])
     assert "of GGUF only" in refused(capsys, "export", tmp_path / "model", tmp_path / "b", "--dtype", "q8_0")
     assert "is not hub:OWNER/NAME" in _usage(capsys, *words, "--push", "somewhere")
 

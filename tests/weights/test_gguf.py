@@ -167,7 +167,7 @@ def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path
     data = file.read_bytes()
     huge = struct.pack("<Q", 2**60)
     assert "begins with b'GGML'" in damaged(file, 0, b"GGML")
-    assert "is of version 77" in damaged(file, 4, struct.pack("<I", 77))
+    assert "has version 77" in damaged(file, 4, struct.pack("<I", 77))
     assert "is big-endian" in damaged(file, 4, struct.pack(">I", 3))
     assert f"says that it has {2**60:,} tensors" in damaged(file, 8, huge)
     assert f"says that it has {2**60:,} entries of metadata" in damaged(file, 16, huge)
@@ -184,7 +184,7 @@ def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path
     first = data.index(b"blk.0.ffn_norm.weight")
     assert "twice" in damaged(file, data.index(b"blk.1.ffn_norm.weight"), b"blk.0.ffn_norm.weight")
     assert "blk.0.ffn_norm.weight is missing" in damaged(file, first, b"blk.0.fXn_norm.weight")
-    assert "is of the unknown architecture 'lXama'" in damaged(file, data.index(b"llama", 24), b"lXama")
+    assert "has the unknown architecture 'lXama'" in damaged(file, data.index(b"llama", 24), b"lXama")
     assert "by the unknown rule 'qXen2'" in damaged_words(file, b"qwen2", b"qXen2")
     start = gguf.read(file).tensors.stored["blk.0.attn_norm.weight"].start
     nan = struct.pack("<f", float("nan"))

@@ -228,7 +228,7 @@ def test_weights_are_not_used_with_another_tokenizer(tmp_path: Path) -> None:
         f"the model was trained with the tokenizer {small().hash[:8]}, but this one is {other.hash[:8]}"
     )
     assert caught.value.where == str(tmp_path)
-    assert "Use the tokenizer that lies next to the weights" in caught.value.hint
+    assert "Use the tokenizer next to the weights" in caught.value.hint
 
 
 def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeyp
         hf.load(tmp_path)
     assert caught.value.what == (
         f"the model was trained with the chat template bloomery {trained.hash[:8]}, "
-        f"and this one is {Template().hash[:8]}"
+        f"but this one is {Template().hash[:8]}"
     )
     saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
     assert hf.load(tmp_path).lineage.template is None
@@ -323,7 +323,7 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         for name, told in {
             "head_dim": "must be at most 65,536, got 1000000000000",
             "intermediate_size": "4,194,304, got 1000000000000",
-            "vocab_size": "no number of ids from 1 to 4,194,304",
+            "vocab_size": "not a number from 1 to 4,194,304",
             "num_hidden_layers": "num_hidden_layers: input should be less than 1000000",
         }.items()
     ),

@@ -66,7 +66,7 @@ def test_a_full_disk_refuses_only_what_is_not_in_the_cache(
     full = shutil.disk_usage(tmp_path)._replace(free=900)
     with monkeypatch.context() as patch:
         patch.setattr("bloomery.weights.locate.shutil.disk_usage", lambda path: full)
-        with pytest.raises(CheckpointError, match=r"takes .* GB, and 0\.0 GB are free"):
+        with pytest.raises(CheckpointError, match=r"needs .* GB, but 0\.0 GB are free"):
             locate.locate_model(NAME)
     folder = locate.locate_model(NAME)
     server.put("me/tiny", there | {"generation_config.json": b"{}"})  # another commit, whose weights are cached

@@ -243,7 +243,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no settings": ({"config": {"training": {}}}, "it is not a checkpoint of 1386.ai"),
     "a field that is not known": ({"config": {"model": SHAPES["1.0"] | {"experts": 4}}}, "vocab_size None"),
-    "a strange weight": ({"model_state_dict": {"layers.0.moe.weight": torch.ones(2)}}, "moe.weight is no weight of th"),
+    "a strange weight": (
+        {"model_state_dict": {"layers.0.moe.weight": torch.ones(2)}},
+        "moe.weight is not a weight of th",
+    ),
 }
 
 

@@ -132,7 +132,7 @@ class PackedDataset:
         have = f"{max(len(shard.tokens) for shard in self._shards)} tokens"
         have += f" in the longest of {len(self._shards)} shards" if len(self._shards) > 1 else ""
         name = f"{SPLITS.get(split, split)} ({split}-*.bin)"
-        what = f"{name} is too small: {have} tokens are fewer than one sample of {self.length + 1}"
+        what = f"{name} is too small: {have} are fewer than one sample of {self.length + 1}"
         more = "Raise shard.val_fraction, fetch" if split == "val" else "Fetch"
         hint = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
         return DataError(what, where=str(folder), hint=f"{hint}, or lower pretrain.model.context_length.")

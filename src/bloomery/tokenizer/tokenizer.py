@@ -300,7 +300,7 @@ def problem_of_ids(vocabulary: Mapping[str, Any], added: Sequence[Any] = ()) -> 
                 f"has the ID {str(wrong[0])[:20]} in a vocabulary of {len(vocabulary):,} tokens; IDs end at {limit:,}"
             )
         if len(set(ids)) < len(ids):
-            return "gives one ID to two tokens"
+            return "assigns one ID to two tokens"
     return ""
 
 

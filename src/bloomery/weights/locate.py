@@ -241,7 +241,7 @@ def _is_utf8(path: Path) -> bool:
 def check(run: Path, stage: Path, damage: str) -> None:
     """Raises CheckpointError for a finished stage whose model is damaged."""
     if damage:
-        hint = f"Remove {stage / MANIFEST} and run: {_command(run, stage.name.split('-')[1])}"
+        hint = f"Remove {stage / MANIFEST}, and run: {_command(run, stage.name.split('-')[1])}"
         raise CheckpointError(f"its model is damaged: {damage}", where=str(stage), hint=hint)
 
 

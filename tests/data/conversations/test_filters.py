@@ -197,7 +197,7 @@ def test_conversations_that_hold_a_task_go_with_the_task_and_the_words(tmp_path:
     (dropped,) = (one for one in found if isinstance(one, DroppedConversation))
     assert dropped.finding.reason == "decontaminate.trains"
     assert dropped.finding.what.lower() in TASK.lower()
-    with pytest.raises(ConfigError, match="is no less than"):
+    with pytest.raises(ConfigError, match="must be less than"):
         made({**given, "min_question_words": 13})
 
 

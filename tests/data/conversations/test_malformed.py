@@ -91,7 +91,7 @@ def test_a_broken_list_of_messages_as_json_text_is_told_also_where_it_comes_firs
     for one in (found[0], found[2]):
         assert isinstance(one, RejectedRow)
         assert one.problem.what.startswith(
-            "field 'messages' does not hold messages: its text is no list in JSON (Expecting"
+            "field 'messages' does not hold messages: its text is not a JSON list (Expecting"
         )
 
 

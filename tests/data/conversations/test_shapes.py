@@ -176,12 +176,12 @@ def test_speakers_that_the_recipe_names_tell_a_dialogue_and_one_may_begin_as_the
 
 
 BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
-    ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
+    ("messages", {"x": 1}, "no_messages", "has no list named messages or conversations; its fields: x"),
     (
         "messages",
         {"messages": "Hi"},
         "no_messages",
-        "has no list messages or conversations (messages is a text, and no",
+        "has no list named messages or conversations (messages is a text, and no",
     ),
     (
         "messages",
@@ -195,18 +195,28 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
         "bad_message",
         "field 'messages' does not hold messages: its text is no",
     ),
-    ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is no list in JSON (Expecting value"),
+    ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is not a JSON list (Expecting value"),
     ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is text, but its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
     ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "excludes it from training"),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
     ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown_role", "has the role 'narrator'"),
-    ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "not_text", "message 1 has int as its content"),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": 3}]},
+        "not_text",
+        "message 1 has content of the type int",
+    ),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "\ud83d"}]}, "not_unicode", "half a surrogate pair"),
     ("exchanges", {"conversation": [{"input": "a"}]}, "bad_message", "exchange 1 has no input and output"),
     ("alpaca", {"instruction": "a", "output": None}, "no_field", "has no text field named output or response"),
-    ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "not_text", "field 'input' has int"),
-    ("alpaca", {"instruction": "a", "output": "b", "history": ["c"]}, "bad_message", "pair 1 of its history"),
+    (
+        "alpaca",
+        {"instruction": "a", "input": 3, "output": "b"},
+        "not_text",
+        "field 'input' has content of the type int",
+    ),
+    ("alpaca", {"instruction": "a", "output": "b", "history": ["c"]}, "bad_message", "entry 1 of its history"),
     ("pairs", {"prompt": "a"}, "no_field", "has no text field named completion or response"),
     ("dialogue", {"text": "Just text."}, "no_speaker", "no line begins with a speaker"),
     ("dialogue", {"text": "Once\nUser: a\nAssistant: b"}, "no_speaker", "begins with text before the first speaker"),
