@@ -209,7 +209,7 @@ def test_a_tool_that_hangs_or_babbles_is_named_once_and_left_alone(
 def test_numbers_that_no_gpu_has_are_named_once_and_left_out(tmp_path: Path, said: list[str]) -> None:
     lies = {**DISCRETE, "gpu_busy_percent": "65535\n", "hwmon/hwmon3/temp1_input": "511000\n"}
     assert set(readings(machine(tmp_path, amd(lies)), times=3)["amd0"]) == {"memory_bytes", "power_watts"}
-    assert [line.partition("=")[0] for line in said] == ["amd0 says use", "amd0 says temperature_celsius"]
+    assert [line.partition("=")[0] for line in said] == ["amd0 reports use", "amd0 reports temperature_celsius"]
 
 
 def test_how_busy_a_card_is_is_read_once_for_a_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

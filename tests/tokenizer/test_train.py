@@ -234,7 +234,7 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.Mo
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match=r"(?s)needs the package sentencepiece.*bloomery\[sentencepiece\]"):
+    with pytest.raises(DataError, match=r"(?s)package sentencepiece is needed.*bloomery\[sentencepiece\]"):
         train.train_sentencepiece(["a"], SentencePiece())
 
 

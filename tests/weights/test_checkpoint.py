@@ -428,7 +428,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     write(tmp_path, 1)
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 5000, 5000))
-    told = r"No space left on device for it. It needs 5,008 bytes, 5,000 are free; nothing was written\nFree some space"
+    told = r"No space left on device for it. It needs 5,008 bytes; 5,000 are free; nothing was written\nFree some space"
     with pytest.raises(RunError, match=told):
         save(tmp_path, 2, lambda folder: None, {"a": torch.zeros(2)}, {}, keep=1, model_bytes=5000)
     assert names(tmp_path) == ["000000001"]

@@ -192,7 +192,7 @@ def test_a_weight_that_a_number_format_cannot_hold_is_named(
     hf.save(tmp_path / "model", model, Renderer(small()), SAID)
     said = refused(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", form, "--dtype", dtype)
     name = {"hf": "transformer.ln_f.weight", "llmc": "norm.weight"}[form]
-    assert f"{name} holds numbers up to 3.4e+38, and {dtype} ends at" in said
+    assert f"{name} holds numbers up to 3.4e+38, but the largest {dtype} is" in said
     assert not list((tmp_path / "out").glob("*"))
     told(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", form)
 
@@ -232,7 +232,7 @@ def test_a_place_that_the_system_has_no_folders_in_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "model", SHAPES[0])
-    assert "cannot be made" in refused(capsys, "export", tmp_path / "model", "/proc/none/out")
+    assert "cannot be created" in refused(capsys, "export", tmp_path / "model", "/proc/none/out")
 
 
 def trained_run(root: Path) -> Path:
