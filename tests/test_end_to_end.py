@@ -355,7 +355,7 @@ def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
             break
         assert code == 2
         assert "No space left on device" in shown
-        assert "Free some space and run the same command again: finished parts are kept." in shown
+        assert "Free some space and run the same command again. Finished parts are kept." in shown
         stopped.append(re.findall(r"^▸ (\w+)", shown, re.MULTILINE)[-1])
     assert code == 0
     assert stopped == sorted(stopped, key=NAMES.index)  # it never fell back

@@ -79,7 +79,7 @@ def test_a_full_disk_names_the_file_what_is_free_and_the_hint(small: Path) -> No
         file.write(bytes(2 * 2**20))
     assert str(caught.value).startswith(f"{path}: cannot be written: {os.strerror(errno.ENOSPC)}.")
     assert "Its file system has 1.0 MiB free" in caught.value.what
-    assert caught.value.hint == "Free some space and run the same command again: finished parts are kept."
+    assert caught.value.hint == "Free some space and run the same command again. Finished parts are kept."
     assert [p for p in small.rglob("*") if p.is_file()] == []
 
 

@@ -213,7 +213,7 @@ def test_a_wrong_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path, 
     path.write_bytes(b'{"step": 1}\n' + wrong + b'\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: is no"):
         read_metrics(path)
-    with pytest.raises(DataError, match=r"(?s)metrics\.jsonl:2: .*Remove that line"):
+    with pytest.raises(DataError, match=r"(?s)metrics\.jsonl:2: .*Remove the line"):
         Metrics(path, 3)
 
 

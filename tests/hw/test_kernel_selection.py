@@ -259,7 +259,7 @@ def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: p
 
 
 def test_a_run_does_not_start_where_a_kernel_fails(tmp_path: Path) -> None:
-    with pytest.raises(HardwareError, match="attention-flash does not compute right numbers"):
+    with pytest.raises(HardwareError, match="attention-flash computes wrong numbers"):
         kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=None, math=None)))
 
 

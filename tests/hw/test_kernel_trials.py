@@ -144,7 +144,7 @@ def test_the_fastest_that_passed_is_taken() -> None:
 def test_a_kernel_with_one_sound_implementation_is_no_reason_to_stop_and_one_without_is_named() -> None:
     kernel_trials.check(FOUND)
     bad = TrialResult(kernel="rms-norm", implementation="torch", status="failed", why="returns zeros")
-    with pytest.raises(HardwareError, match=r"rms-norm-torch does not compute right numbers.*: returns zeros"):
+    with pytest.raises(HardwareError, match=r"rms-norm-torch computes wrong numbers.*: returns zeros"):
         kernel_trials.check([FOUND[0], bad])
     kernel_trials.check([TrialResult(kernel="block", implementation="compiled", status="failed", why="crashes")])
 

@@ -561,7 +561,7 @@ def test_a_full_disk_stops_the_run_with_the_cure_and_the_same_command_goes_on(
             add_hook(patch, asking(6))
         with pytest.raises(RunError, match="No space left on device") as caught:
             session(shards, root.parent, **settings).run()
-    assert caught.value.hint == "Free some space and run the same command again: finished parts are kept."
+    assert caught.value.hint == "Free some space and run the same command again. Finished parts are kept."
     assert "asked to stop" not in (root.parent / "log.txt").read_text()
     assert not (root.parent / "model").exists()
     assert_resumes(shards, tmp_path, **settings)

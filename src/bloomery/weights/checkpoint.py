@@ -349,7 +349,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
         what = f"cannot be written: {os.strerror(errno.ENOSPC)} for it. It needs {needed:,} bytes; {free:,} are free"
-        hint = "Free some space and run the same command again: finished parts are kept."
+        hint = "Free some space and run the same command again. Finished parts are kept."
         raise RunError(f"{what}; nothing was written", where=str(folder), hint=hint)
 
 

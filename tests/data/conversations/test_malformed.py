@@ -190,9 +190,9 @@ CALL = {"role": "assistant", "content": "a"}
 @pytest.mark.parametrize(
     ("row", "reason", "what"),
     [
-        ({"messages": [{**CALL, "tool_calls": 5}]}, "bad_message", "message 1 has int as a call of a tool, not an ob"),
-        ({"messages": [{**CALL, "tool_calls": ["f"]}]}, "bad_message", "message 1 has str as a call of a tool"),
-        ({"messages": [{**CALL, "function_call": "f"}]}, "bad_message", "message 1 has str as a call of a tool"),
+        ({"messages": [{**CALL, "tool_calls": 5}]}, "bad_message", "message 1 has a tool call of the type int, not an ob"),
+        ({"messages": [{**CALL, "tool_calls": ["f"]}]}, "bad_message", "message 1 has a tool call of the type str"),
+        ({"messages": [{**CALL, "function_call": "f"}]}, "bad_message", "message 1 has a tool call of the type str"),
         ({"messages": [{**CALL, "tool_calls": [{"function": {"name": "\ud800"}}]}]}, "not_unicode", "a call in mess"),
         ({"prompt": "p", "completion": "c", "history": 5}, "bad_message", "its history is int, not a list of pairs"),
         ({"messages": [CALL], "tools": [{"name": "\ud800"}]}, "not_unicode", "a tool holds half a surrogate"),
