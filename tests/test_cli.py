@@ -98,7 +98,7 @@ def test_every_help_fits_80_columns_and_every_group_of_options_has_an_example_th
     for name, verb in {**VERBS, **{f"data {name}": verb for name, verb in tools.items()}}.items():
         assert all(len(line) <= 80 for line in verb.format_help().splitlines()), name
         for group in verb._action_groups[2:]:
-            if group.title == "what to do":
+            if group.title == "tools":
                 continue
             assert group.description, f"{name}: {group.title}"
             options = cli.parse(shlex.split(group.description.partition("Example: bloomery ")[2]))
@@ -164,7 +164,7 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
     assert code == 1
     assert "Traceback" in err
     assert "ZeroDivisionError: a bug" in err
-    assert err.splitlines()[-1].startswith("This is a bug in Bloomery.")
+    assert err.splitlines()[-1].startswith("This is a bug in Bloomery")
 
 
 @pytest.mark.parametrize(

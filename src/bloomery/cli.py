@@ -395,13 +395,8 @@ def _task_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _machine_verbs(verbs: Any) -> None:
-    verb = _verb(
-        verbs,
-        "doctor",
-        "check this machine, and print a fix for each problem",
-        "bloomery doctor",
-        reports=True,
-    )
+    brief = "check this machine, and print a fix for each problem"
+    verb = _verb(verbs, "doctor", brief, "bloomery doctor", reports=True)
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder for runs (default: runs)")
     trials = verb.add_mutually_exclusive_group()
     trials.add_argument("--retry", action="store_true", help="try every kernel again, also those with saved results")

@@ -134,7 +134,7 @@ def test_a_torn_compressed_file_is_an_error_that_names_the_line(
     texts = (hashlib.sha512(str(number).encode()).hexdigest() for number in range(8000))  # hardly compressible
     whole = pack[1](lines(*({"text": text} for text in texts)))
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=rf"(?s){pack[0]}:\d+.*ends early.*line \d+ is not whole"):
+    with pytest.raises(DataError, match=rf"(?s){pack[0]}:\d+.*ends early.*line \d+ is incomplete"):
         kept(jsonl(path))
     source = jsonl(path, invalid="skip")
     num_kept = len(kept(source))
@@ -228,7 +228,7 @@ def test_a_torn_parquet_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "torn.parquet"
     pq.write_table(pa.table({"text": ["x" * 1000, "y"]}), path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"(?s)torn\.parquet:0: is broken from row 0 on.*set invalid = \"skip\""):
+    with pytest.raises(DataError, match=r"(?s)torn\.parquet:0: .*is broken from row 0 on.*set invalid = \"skip\""):
         kept(parquet(path))
 
 

@@ -251,7 +251,7 @@ def test_a_full_disk_is_told_and_what_came_is_kept(hub: Hub, tmp_path: Path) -> 
     told = process.communicate(timeout=120)[1].decode()
     assert process.returncode != 0
     assert "RunError" in told
-    assert "finished parts are kept" in told
+    assert "Finished parts are kept" in told
     assert partial(file).read_bytes() == DATA[:limit]
     hub.forget()
     assert download.download(file, attempts=1).read_bytes() == DATA

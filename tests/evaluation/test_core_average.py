@@ -96,9 +96,7 @@ def test_one_file_is_one_part_and_not_all_of_core(tmp_path: Path) -> None:
         there, missing = tasks.present(tasks.task_files(["core"], [place]))
         assert there == ["arc_easy"]
         assert len(missing) == 21
-    with pytest.raises(
-        DataError, match=r"none of CORE's 22 tasks\nAdd files named hellaswag_zeroshot\.jsonl, jeop"
-    ):
+    with pytest.raises(DataError, match=r"none of CORE's 22 tasks\nAdd files named hellaswag_zeroshot\.jsonl, jeop"):
         tasks.present(tasks.task_files(["core"], [write(tmp_path / "mine.jsonl", rows)]))
 
 

@@ -31,7 +31,7 @@ def test_a_person_may_write_what_the_driver_says(name: str) -> None:
 def test_a_name_of_several_sizes_is_asked_for_until_a_size_is_said(name: str) -> None:
     with pytest.raises(HardwareError, match="several devices") as told:
         named(name)
-    keys = told.value.hint.removeprefix("Say ").removesuffix(".").split(" or ")
+    keys = told.value.hint.removeprefix("Use ").removesuffix(".").split(" or ")
     assert len(keys) > 1
     sizes = [named(key).memory_bytes for key in keys]
     assert [named(name, size).key for size in sizes] == keys

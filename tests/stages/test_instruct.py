@@ -64,7 +64,7 @@ BAD: list[tuple[str, str, str]] = [
     ('{"messages": ["a"]}', "bad_message", "message 1 has no role and content"),
     ('{"messages": [{"role": "bot", "content": ""}]}', "unknown_role", "message 1 has the role 'bot'"),
     ('{"messages": [{"role": ["user"], "content": ""}]}', "unknown_role", "message 1 has the role ['user']"),
-    ('{"messages": [{"role": "user", "content": null}]}', "not_text", "message 1 has NoneType as its content"),
+    ('{"messages": [{"role": "user", "content": null}]}', "not_text", "message 1 has content of the type NoneType"),
     (
         '{"messages": [{"role": "user", "content": "a\\ud83d"}]}',
         "not_unicode",

@@ -82,7 +82,9 @@ def test_a_service_that_fails_is_said_once_and_stops_nothing(
 
 
 def test_a_package_that_is_not_there_is_said_before_training_begins(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the package trackio is needed.*\nInstall it: pip install 'bloomery\[trackio\]'"):
+    with pytest.raises(
+        DataError, match=r"the package trackio is needed.*\nInstall it: pip install 'bloomery\[trackio\]'"
+    ):
         session(shards, tmp_path, sinks=[{"kind": "trackio"}]).run()
     assert not read_metrics(tmp_path / "metrics.jsonl")
 

@@ -309,6 +309,10 @@ def changed(file: Path, **changes: Any) -> None:
         ({"max_position_embeddings": 10**15}, "context_length: must be at most 16,777,216"),
         ({"rms_norm_eps": 1e308}, "norm_eps: must be at most 0.1"),
         ({"rope_theta": 1e308}, r"rope_theta: must be at most 1e\+15"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "rope_scaling": YARN},
+            "rope_scaling differs from rope_parameters",
+        ),
         ({"rope_theta": 0}, r"rope_theta: must be at least 0\.1"),
         ({"rope_parameters": {"rope_theta": 0.0}}, r"rope_theta: must be at least 0\.1"),
         ({"eos_token_id": 10**9}, r"eos_token_id is 1000000000, but the last token ID is [0-9,]+"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -449,6 +450,89 @@ def llama(folder: Path, rows: int, **facts: Any) -> dict[str, torch.Tensor]:
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | facts).items() if v is not None}))
     (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights))
     return weights
+
+
+def test_a_special_token_without_a_row_is_left_out_and_an_ordinary_token_is_not(tmp_path: Path) -> None:
+    size = plain_tokenizer(tmp_path)
+    llama(tmp_path, size)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = hf.load(tmp_path).language
+    assert words.tokenizer.vocab_size == size
+    assert max(words.tokenizer.encode("an <image> of it")) < size
+    tokenizer.add_tokens(["ordinary"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="token IDs, but the model has"):
+        hf.load(tmp_path)
+
+
+def test_a_sentencepiece_folder_has_the_tokens_and_the_opening_of_its_other_files(tmp_path: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "ab"]
+    kinds = [2, 3, 3, *[6] * 256, 1, 1, 1, 1]
+    (tmp_path / "tokenizer.model").write_bytes(spelled(pieces, kinds))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": len(pieces)}))
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<unk>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    llama(tmp_path, len(pieces) + 1, bos_token_id=1, eos_token_id=2)
+    words = hf.load(tmp_path).language
+    assert words.tokenizer.special_id("<|im_end|>") == len(pieces)
+    assert len(pieces) in words.stop_ids
+    assert words.text_ids("ab") == [1, *words.tokenizer.encode("ab")]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": len(pieces) + 7}))
+    with pytest.raises(DataError, match="which is not the next one"):
+        hf.load(tmp_path)
+
+
+def spelled(pieces: list[str], kinds: list[int]) -> bytes:
+    """A SentencePiece model of BPE with a fallback to bytes, as its protocol buffers."""
+
+    def field(number: int, content: bytes) -> bytes:
+        size, length = len(content), b""
+        while size > 127:
+            length, size = length + bytes([size % 128 + 128]), size // 128
+        return bytes([8 * number + 2]) + length + bytes([size]) + content
+
+    data = b""
+    for place, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+        score = b"\x15" + struct.pack("<f", float(-place))
+        data += field(1, field(1, piece.encode()) + score + bytes([24, kind]))
+    return data + field(2, bytes([24, 2, 0x98, 0x02, 1])) + field(3, b"")
+
+
+def test_a_gguf_file_says_whether_a_text_opens_with_a_token(tmp_path: Path) -> None:
+    size = plain_tokenizer(tmp_path)
+    llama(tmp_path, size, bos_token_id=3)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    first = tokenizer.id_to_token(3)
+    tokenizer.add_special_tokens([first])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[first, "$A"], special_tokens=[(first, 3)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": first}))
+    loaded = hf.load(tmp_path)
+    assert loaded.language.opening_ids == [3]
+    export.write(loaded, tmp_path / "a.gguf", "gguf", "float32")
+    data = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "b.gguf").write_bytes(data.replace(b"tokenizer.huggingface.json", b"tokenizer.huggingface.jXon"))
+    for name in ("a", "b"):  # with the tokenizer.json inside, and as others write it
+        assert hf.load(tmp_path / f"{name}.gguf").language.text_ids("it") == loaded.language.text_ids("it")
+
+
+def test_an_import_keeps_matrices_that_have_more_digits_than_the_embedding(tmp_path: Path) -> None:
+    size = plain_tokenizer(tmp_path / "in")
+    weights = llama(tmp_path / "in", size)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
+    safetensors.torch.save_file(weights, tmp_path / "in" / "model.safetensors")
+    export.take_in(tmp_path / "in", tmp_path / "out")
+    kept = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight.float()) for name, weight in weights.items())
 
 
 def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(tmp_path: Path) -> None:

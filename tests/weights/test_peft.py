@@ -18,6 +18,7 @@ from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.model.made import CHOICES, SHAPES, assert_merged, lively, random_ids, scores
 from tests.tokenizer.made import small
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -227,6 +228,65 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="holds no PEFT adapter"):
         hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base model"),
+        ({"alpha_pattern": {"([a-z._0-9]+)+X": 2.0}}, "may take too long"),
+        ({"lora_alpha": 1e38}, "must be|has NaN|infinite|not finite"),
+    ],
+)
+def test_adapters_that_would_be_merged_wrongly_or_never_are_refused(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    (folder / "SHA256SUMS").unlink()
+    facts = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts | change))
+    with pytest.raises(CheckpointError, match=what):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a, b: (a[:0], b[:, :0]),
+        lambda a, b: (a[0], b),
+        lambda a, b: (a, b[:, :1]),
+        lambda a, b: (a[None], b),
+        lambda a, b: (a.int(), b),
+    ],
+    ids=["rank 0", "vector", "other rank", "three dimensions", "integers"],
+)
+def test_tensors_that_are_no_low_rank_matrices_are_refused_by_name(tmp_path: Path, change: Any) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    (folder / "SHA256SUMS").unlink()
+    tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS)
+    first = min(name for name in tensors if name.endswith("lora_A.weight"))
+    second = first.replace("lora_A", "lora_B")
+    a, b = change(tensors[first], tensors[second])
+    safetensors.torch.save_file(tensors | {first: a.contiguous(), second: b.contiguous()}, folder / ADAPTER_WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"self_attn\.\w_proj has (tensors|numbers)"):
+        hf.load(folder)
+    safetensors.torch.save_file({}, folder / ADAPTER_WEIGHTS)
+    with pytest.raises(CheckpointError, match="it has no matrix"):
+        hf.load(folder)
+
+
+def test_adapters_that_are_their_own_base_are_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    other = tmp_path / "other"
+    for one, base in ((folder, other), (other, folder)):
+        one.mkdir(exist_ok=True)
+        facts = json.loads((folder / ADAPTER_CONFIG).read_text()) | {"base_model_name_or_path": str(base)}
+        (one / ADAPTER_CONFIG).write_text(json.dumps(facts))
+    shutil.copyfile(folder / ADAPTER_WEIGHTS, other / ADAPTER_WEIGHTS)
+    (folder / "bloomery.json").unlink()
+    for start in (folder, other):
+        with pytest.raises(CheckpointError, match="is its own base model"):
+            hf.load(start)
 
 
 @pytest.mark.parametrize("number_format", ["bfloat16", "float16"])

@@ -378,18 +378,18 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(str.__str__(message))
 
 
-def _strftime_now(how: str) -> str:
-    if len(how) > MAX_DATE:
-        raise _RefusedError(f"it writes a date with a format of more than {MAX_DATE} characters")
-    return datetime.now().strftime(how)
+def _short(text: str, most: int, what: str) -> str:
+    if len(text) > most:
+        raise _RefusedError(f"it uses {what} of more than {most:,} characters")
+    return text
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    width = len(indent) if isinstance(indent, str) else indent or 0
-    if width > MAX_WIDTH or any(len(one) > MAX_WIDTH for one in separators or ()):
-        raise _RefusedError(f"it writes JSON with an indent or separator of more than {MAX_WIDTH} characters")
+    width = " " * min(indent, MAX_WIDTH + 1) if isinstance(indent, int) else indent or ""
+    for one in (width, *(separators or ())):
+        _short(one, MAX_WIDTH, "an indent or separator in JSON")
     _check_product((value, 1 if indent is None else MAX_WIDTH))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -419,8 +419,8 @@ _ESCAPES: dict[str, Callable[..., Any]] = {
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _take(1)
-        if name in _SLOW_FILTERS and args and isinstance(args[0], str) and len(args[0]) > MAX_SLOW:
-            raise _RefusedError(f"it uses the filter {name} on more than {MAX_SLOW:,} characters")
+        if name in _SLOW_FILTERS and args:
+            _short(str(args[0]), MAX_SLOW, f"the filter {name} on a text")
         if name in _PRODUCT_FILTERS:
             _check_product(one for one in (*args, *kwargs.values()) if isinstance(one, int | str | list | tuple | dict))
         return _checked(function(*args, **kwargs))
@@ -444,7 +444,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda how: datetime.now().strftime(_short(how, MAX_DATE, "the format of a date")),
             "namespace": _Names,
         }
         self.globals |= {"dict": lambda *args, **kwargs: dict(*args, **kwargs)}

@@ -30,6 +30,7 @@ from bloomery.weights.opened import (
     GGUF_SUFFIX,
     NumberFormat,
     StoredWeights,
+    add_rows,
     is_adapter,
     own_weights,
 )
@@ -254,7 +255,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
         for name, weight in source_model.weights.items():
             weights[name][: len(weight)].copy_(weight)
     end = new_tokenizer.document_id
-    hf.add_rows(model, source_model.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
+    add_rows(model, source_model.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
     lineage = Lineage(tokenizer=new_tokenizer.hash, template=None, shards=hf.IMPORTED)
     return Loaded(model.eval(), ModelLanguage.ours(Renderer(new_tokenizer)), lineage, source)
 

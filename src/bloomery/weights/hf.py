@@ -48,7 +48,7 @@ from bloomery.tokenizer.chat_template import (
     special_tokens,
 )
 from bloomery.tokenizer.jinja_template import MAX_TEMPLATE, JinjaRenderer
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
+from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import safetensors
 from bloomery.weights.architectures import TABLES, WeightMapping, gathered
@@ -60,6 +60,7 @@ from bloomery.weights.opened import (
     StoredWeights,
     TakeWeight,
     WeightChange,
+    add_rows,
     again,
     converted,
     filled,
@@ -103,36 +104,6 @@ def _check_rows(tokenizer: Tokenizer, rows: int, added: Mapping[str, int], where
     if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
         what = f"the tokenizer has {rows + len(more)} token IDs, but the model has {rows}"
         raise CheckpointError(what, where=str(where), hint="Use the tokenizer of this model.")
-
-
-def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Mapping[str, Any]) -> None:
-    """
-    Fill the rows of the special tokens that were added to a model of `rows` ids, and any that nothing uses. `facts`
-    may say which ids begin and end a text (bos_token_id, eos_token_id).
-    """
-    begin, end = (_first(facts.get(name)) for name in ("bos_token_id", "eos_token_id"))
-    begin, end = (begin if begin is not None else end), (end if end is not None else begin)
-    embed, head = model.embed.weight, model.head.weight
-    with torch.no_grad():
-        for table, opens in ((embed, begin), (head, end)):
-            mean = table[:rows].float().mean(0)
-            table[rows:] = mean.to(table.dtype)
-            for name, id in added.items():
-                like = opens if name == DOCUMENT else end if name == END else None
-                table[id] = mean.to(table.dtype) if like is None else _row(table, like, rows, mean)
-            if head is embed:
-                break
-
-
-def _row(table: Tensor, id: int, rows: int, mean: Tensor) -> Tensor:
-    return table[id].clone() if id < rows else mean.to(table.dtype)
-
-
-def _first(value: Any) -> int | None:
-    """Of one id or several, the first; None for what is no id."""
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return value if type(value) is int and value >= 0 else None
 
 
 LINEAGE = "bloomery.json"

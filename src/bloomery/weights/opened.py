@@ -22,7 +22,7 @@ from bloomery.hw.device import return_freed_memory
 from bloomery.model import quantize
 from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
-from bloomery.tokenizer.tokenizer import MAX_IDS
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, spread
 from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
@@ -321,6 +321,36 @@ def put_weight(
         module.bias = ready
     else:
         setattr(module, leaf, nn.Parameter(ready, requires_grad=kept_as == "float32"))
+
+
+def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Mapping[str, Any]) -> None:
+    """
+    Fill the rows of the special tokens that were added to a model of `rows` ids, and any that nothing uses. `facts`
+    may say which ids begin and end a text (bos_token_id, eos_token_id).
+    """
+    begin, end = (_first(facts.get(name)) for name in ("bos_token_id", "eos_token_id"))
+    begin, end = (begin if begin is not None else end), (end if end is not None else begin)
+    embed, head = model.embed.weight, model.head.weight
+    with torch.no_grad():
+        for table, opens in ((embed, begin), (head, end)):
+            mean = table[:rows].float().mean(0)
+            table[rows:] = mean.to(table.dtype)
+            for name, id in added.items():
+                like = opens if name == DOCUMENT else end if name == END else None
+                table[id] = mean.to(table.dtype) if like is None else _row(table, like, rows, mean)
+            if head is embed:
+                break
+
+
+def _row(table: Tensor, id: int, rows: int, mean: Tensor) -> Tensor:
+    return table[id].clone() if id < rows else mean.to(table.dtype)
+
+
+def _first(value: Any) -> int | None:
+    """Of one id or several, the first; None for what is no id."""
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return value if type(value) is int and value >= 0 else None
 
 
 def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:

@@ -190,7 +190,11 @@ CALL = {"role": "assistant", "content": "a"}
 @pytest.mark.parametrize(
     ("row", "reason", "what"),
     [
-        ({"messages": [{**CALL, "tool_calls": 5}]}, "bad_message", "message 1 has a tool call of the type int, not an ob"),
+        (
+            {"messages": [{**CALL, "tool_calls": 5}]},
+            "bad_message",
+            "message 1 has a tool call of the type int, not an ob",
+        ),
         ({"messages": [{**CALL, "tool_calls": ["f"]}]}, "bad_message", "message 1 has a tool call of the type str"),
         ({"messages": [{**CALL, "function_call": "f"}]}, "bad_message", "message 1 has a tool call of the type str"),
         ({"messages": [{**CALL, "tool_calls": [{"function": {"name": "\ud800"}}]}]}, "not_unicode", "a call in mess"),
