@@ -14,7 +14,7 @@ BUDGET = {
     "core": 3_850,
     "hw": 5_480,
     "data": 13_240,
-    "tokenizer": 3_160,
+    "tokenizer": 3_165,
     "shards": 1_690,
     "model": 4_020,
     "weights": 6_170,

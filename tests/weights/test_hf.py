@@ -507,17 +507,16 @@ def spelled(pieces: list[str], kinds: list[int]) -> bytes:
 
 def test_a_gguf_file_says_whether_a_text_opens_with_a_token(tmp_path: Path) -> None:
     size = plain_tokenizer(tmp_path)
-    llama(tmp_path, size, bos_token_id=3)
+    llama(tmp_path, size + 1, bos_token_id=size)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    first = tokenizer.id_to_token(3)
-    tokenizer.add_special_tokens([first])
+    tokenizer.add_special_tokens([first := "<s>"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=[first, "$A"], special_tokens=[(first, 3)]
+        single=[first, "$A"], special_tokens=[(first, size)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": first}))
     loaded = hf.load(tmp_path)
-    assert loaded.language.opening_ids == [3]
+    assert loaded.language.opening_ids == [size]
     export.write(loaded, tmp_path / "a.gguf", "gguf", "float32")
     data = (tmp_path / "a.gguf").read_bytes()
     (tmp_path / "b.gguf").write_bytes(data.replace(b"tokenizer.huggingface.json", b"tokenizer.huggingface.jXon"))

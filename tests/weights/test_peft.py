@@ -235,7 +235,7 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     [
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base model"),
         ({"alpha_pattern": {"([a-z._0-9]+)+X": 2.0}}, "may take too long"),
-        ({"lora_alpha": 1e38}, "must be|has NaN|infinite|not finite"),
+        ({"lora_alpha": 1e300}, "not a finite|NaN|infinite"),
     ],
 )
 def test_adapters_that_would_be_merged_wrongly_or_never_are_refused(
@@ -268,7 +268,7 @@ def test_tensors_that_are_no_low_rank_matrices_are_refused_by_name(tmp_path: Pat
     second = first.replace("lora_A", "lora_B")
     a, b = change(tensors[first], tensors[second])
     safetensors.torch.save_file(tensors | {first: a.contiguous(), second: b.contiguous()}, folder / ADAPTER_WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"self_attn\.\w_proj has (tensors|numbers)"):
+    with pytest.raises(CheckpointError, match=r"_proj has (tensors|numbers)"):
         hf.load(folder)
     safetensors.torch.save_file({}, folder / ADAPTER_WEIGHTS)
     with pytest.raises(CheckpointError, match="it has no matrix"):

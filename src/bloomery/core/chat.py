@@ -5,7 +5,7 @@ Sampling settings and their limits are the same from the command line and HTTP t
 applies wherever nobody sets another: in chat, over HTTP, in evaluation, and in exported models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -40,6 +40,13 @@ def message_problem(value: object) -> str:
     if (index := lone_surrogate(content)) is not None:
         return f"holds half a surrogate pair at character {index}; write it as one character, or leave it out"
     return ""
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises DataError for the first message that is none."""
+    for number, message in enumerate(messages, 1):
+        if what := message_problem(message):
+            raise DataError(what, where=f"message {number}")
 
 
 def as_message(value: Mapping[str, Any]) -> Message:

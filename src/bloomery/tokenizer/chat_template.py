@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from bloomery.core.chat import ROLES, Message, Role, TemplateName, message_problem
+from bloomery.core.chat import ROLES, Message, Role, TemplateName, check_messages
 from bloomery.core.errors import DataError
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
@@ -280,9 +280,7 @@ class Renderer:
         return f"message {problem[0] + 1} {problem[1]}" if problem else ""
 
     def _written(self, messages: Sequence[Message], max_tokens: int | None = None) -> "_Line":
-        for number, message in enumerate(messages, 1):
-            if what := message_problem(message):
-                raise DataError(what, where=f"message {number}")
+        check_messages(messages)
         if problem := self.template.trouble(messages):
             hint = "Set another instruct.chat_template, or remove such messages."
             raise DataError(problem[1], where=f"message {problem[0] + 1}", hint=hint)

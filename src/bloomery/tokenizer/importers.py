@@ -256,7 +256,12 @@ def _open_with(inner: tokenizers.Tokenizer, token: str | None) -> None:
 
 
 def from_json(
-    content: str | dict[str, Any], where: str, roles: Mapping[str, str | None], *, opens: bool = False
+    content: str | dict[str, Any],
+    where: str,
+    roles: Mapping[str, str | None],
+    boundary_ids: Sequence[int] = (),
+    *,
+    opens: bool = False,
 ) -> Tokenizer:
     """
     As `load_foreign`, from the text or the content of a tokenizer.json. `where` names its file in errors. `opens`: a
@@ -265,7 +270,7 @@ def from_json(
     inner = _json(content, where, foreign=True)
     if opens and inner.post_processor is None:
         _open_with(inner, roles.get("bos_token"))
-    return _foreign(inner, where, roles)
+    return _foreign(inner, where, roles, boundary_ids)
 
 
 def roles_of(folder: Path) -> dict[str, str | None]:

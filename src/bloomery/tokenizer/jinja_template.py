@@ -34,7 +34,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from tokenizers import AddedToken
 
-from bloomery.core.chat import Message, message_problem
+from bloomery.core.chat import Message, check_messages
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import info
@@ -51,10 +51,8 @@ MAX_TOTAL = 2**28
 """Characters of all texts that a template makes for one conversation."""
 MAX_SECONDS = 2.0
 """CPU time of one rendering."""
-MAX_WIDTH, MAX_DATE, MAX_SLOW = 16, 256, 2**14
-"""Characters of an indent, of the format of a date, and of the text of a filter whose time grows with its square."""
-MAX_BITS = 2**14
-"""Of a whole number that a template computes."""
+MAX_WIDTH, MAX_DATE, MAX_SLOW, MAX_BITS = 16, 256, 2**14, 2**14
+"""Characters of an indent, of a date's format, and of what _SLOW_FILTERS change; bits of a whole number."""
 
 STRUCTURE, DATA, FIRST = 0, 1, 2
 """Origins of a character: the template, anything else, and from FIRST on the messages in their order."""
@@ -387,8 +385,7 @@ def _short(text: str, most: int, what: str) -> str:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    width = " " * min(indent, MAX_WIDTH + 1) if isinstance(indent, int) else indent or ""
-    for one in (width, *(separators or ())):
+    for one in (" " * min(indent, MAX_WIDTH + 1) if isinstance(indent, int) else indent or "", *(separators or ())):
         _short(one, MAX_WIDTH, "an indent or separator in JSON")
     _check_product((value, 1 if indent is None else MAX_WIDTH))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -401,8 +398,7 @@ def _join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
 
 
 _PRODUCT_FILTERS = ("batch", "center", "indent", "round", "slice", "wordwrap")
-_SLOW_FILTERS = ("striptags", "title", "wordwrap")
-"""Their time can grow with the square of their text."""
+_SLOW_FILTERS = ("striptags", "title", "wordwrap")  # their time can grow with the square of their text
 _LEFT_OUT = ("format", "pprint", "sum", "urlize", "xmlattr")
 """Filters that no published template uses, and whose time and size no argument bounds."""
 _ESCAPES: dict[str, Callable[..., Any]] = {
@@ -550,7 +546,7 @@ class JinjaRenderer:
         A whole conversation, for training. Raises DataError where the template refuses it, or where it leaves out what
         an assistant says.
         """
-        _check_messages(messages)
+        check_messages(messages)
         text = self._text(messages, variables)
         spans = _generated(text) if self._has_generation else self._answers(text, messages, warns=True)
         ids, where = self._encoded(text)
@@ -561,7 +557,7 @@ class JinjaRenderer:
 
     def prompt(self, messages: Sequence[Message], max_tokens: int | None = None, **variables: Any) -> list[int]:
         """Token IDs up to where the assistant's answer begins. Raises DataError where they exceed `max_tokens`."""
-        _check_messages(messages)
+        check_messages(messages)
         text = self._text(messages, variables, add_generation_prompt=True)
         longest = self.tokenizer.max_token_bytes
         longest = max(longest, *map(len, self._special.values())) if longest and self._special else longest
@@ -574,7 +570,7 @@ class JinjaRenderer:
 
     def written(self, messages: Sequence[Message], *, asks: bool = False, **variables: Any) -> str:
         """A conversation as text, up to where the assistant's answer begins if it `asks`. Raises DataError."""
-        _check_messages(messages)
+        check_messages(messages)
         return str.__str__(self._text(messages, variables, add_generation_prompt=asks))
 
     @property
@@ -747,12 +743,6 @@ class JinjaRenderer:
 _HINT = "Use a built-in template: --template NAME."
 
 
-def _check_messages(messages: Sequence[Message]) -> None:
-    for number, message in enumerate(messages, 1):
-        if what := message_problem(message):
-            raise DataError(what, where=f"message {number}")
-
-
 def _span(text: OriginText, origin: int) -> tuple[int, int] | None:
     """From the first to behind the last character of an origin."""
     codes = (_code(origin), _code(origin, 1))
@@ -761,8 +751,7 @@ def _span(text: OriginText, origin: int) -> tuple[int, int] | None:
 
 
 def _generated(text: OriginText) -> list[tuple[int, int]]:
-    said = "".join("1" if ord(code) & 1 else "0" for code in text._from)
-    return [found.span() for found in re.finditer("1+", said)]
+    return [found.span() for found in re.finditer("1+", "".join("01"[ord(code) & 1] for code in text._from))]
 
 
 def _compiled(template: str) -> tuple[CompiledTemplate, bool]:
@@ -787,8 +776,7 @@ def _compiled(template: str) -> tuple[CompiledTemplate, bool]:
 
 def _problem(tree: nodes.Template) -> str:
     """Why a parsed template must not run, or ""."""
-    others = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
-    if next(tree.find_all(others), None):
+    if next(tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)), None):
         return "it reads other files"
     if next(tree.find_all((nodes.EvalContextModifier, nodes.ScopedEvalContextModifier)), None):
         return "it changes how its text is escaped"

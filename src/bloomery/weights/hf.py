@@ -527,7 +527,8 @@ def _foreign(
     if beyond:
         spec = tokenizer.spec
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in beyond]
-        tokenizer = importers.from_json(spec, str(opened.path), roles)
+        boundaries = _ids(opened.facts.get("bos_token_id"), opened.facts.get("eos_token_id"))
+        tokenizer = importers.from_json(spec, str(opened.path), roles, boundaries)
     ends = set(_ids(generation.get("eos_token_id"), opened.facts.get("eos_token_id")))
     if (end := roles.get("eos_token")) and (id := tokenizer.special_id(end)) is not None:
         ends.add(id)
