@@ -231,7 +231,7 @@ def _complete(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str
     more |= {token["content"]: int(id) for id, token in listed.items()}
     special = {token["content"] for token in listed.values() if token.get("special")} | set(roles.values())
     known = inner.get_vocab(with_added_tokens=True)
-    for name, id in sorted(more.items(), key=lambda one: one[1]):
+    for name, id in sorted(more.items(), key=lambda pair: pair[1]):
         is_special = name in special or not listed
         if known.get(name, len(known)) != id:
             what = f"gives the token {name!r} the ID {id}, which is not the next one"

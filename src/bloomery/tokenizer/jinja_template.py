@@ -385,8 +385,8 @@ def _short(text: str, most: int, what: str) -> str:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    for one in (" " * min(indent, MAX_WIDTH + 1) if isinstance(indent, int) else indent or "", *(separators or ())):
-        _short(one, MAX_WIDTH, "an indent or separator in JSON")
+    for text in (" " * min(indent, MAX_WIDTH + 1) if isinstance(indent, int) else indent or "", *(separators or ())):
+        _short(text, MAX_WIDTH, "an indent or separator in JSON")
     _check_product((value, 1 if indent is None else MAX_WIDTH))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
