@@ -58,7 +58,7 @@ CUT: list[tuple[list[Message], int]] = [
 BAD: list[tuple[str, str, str]] = [
     ("{", "not_json", "is not JSON"),
     ('["a"]', "not_json", "holds list instead of an object"),
-    ('{"text": "a"}', "no_messages", "has no list messages or conversations; its fields: text"),
+    ('{"text": "a"}', "no_messages", "has no list named messages or conversations; its fields: text"),
     ('{"messages": []}', "no_messages", "its list messages is empty"),
     ('{"messages": [{"role": "user"}]}', "bad_message", "message 1 has no role and content"),
     ('{"messages": ["a"]}', "bad_message", "message 1 has no role and content"),
