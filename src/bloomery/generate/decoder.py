@@ -33,9 +33,8 @@ from bloomery.core.log import info
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.model.kernels.cpu import call
 from bloomery.model.layers import LayerNorm, RMSNorm, alibi_slopes, rotation
-from bloomery.model.lora import Changes
 from bloomery.model.quantize import GROUP, NF4, Int4, Int8, QuantizedLinear, int4_groups
-from bloomery.model.transformer import Block, Transformer
+from bloomery.model.transformer import Block, Changes, Transformer
 
 import torch
 import torch.nn.functional as F

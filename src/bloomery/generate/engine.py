@@ -23,12 +23,10 @@ from bloomery.generate.sampling import TokenSampler, choose_each
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.host import Host, free_bytes
-from bloomery.model import lora
 from bloomery.model.attention import Cache
 from bloomery.model.kernels import cpu
-from bloomery.model.lora import Changes
 from bloomery.model.quantize import QuantizedLinear, kept_bytes
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Changes, Transformer, changed
 
 import torch
 from torch import Tensor
@@ -141,7 +139,7 @@ class Engine:
         """An engine of the same packed weights, which adds low-rank changes to the results of their matmuls."""
         assert self.decoder is not None
         other = copy.copy(self)
-        other.model = lora.changed(self.model, changes)
+        other.model = changed(self.model, changes)
         other.adapter = PackedAdapter(self.model.config, changes)
         return other
 

@@ -4,12 +4,9 @@ Low-rank adapters for frozen matrices: attach them, and train only them.
 Letters used for shapes: R outputs, D inputs, r rank.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 
 from jaxtyping import Float
 
@@ -155,23 +152,6 @@ def switched_off(model: Transformer) -> Iterator[None]:
     finally:
         for module in adapted:
             module.is_on = True
-
-
-Changes = Mapping[str, tuple[Float[Tensor, "r D"], Float[Tensor, "R r"]]]
-"""Of matrices by path: A, and B times its scale."""
-
-
-def changed(model: Transformer, changes: Changes) -> Transformer:
-    """A model that shares all tensors of another, with changes added after its matmuls: y = W x + b + B A x."""
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    model = copy.deepcopy(model, shared)
-    for name, (a, b) in changes.items():
-        model.get_submodule(name).register_forward_hook(partial(_added, a, b))
-    return model
-
-
-def _added(a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    return y + F.linear(F.linear(inputs[0].float(), a.float()), b.float()).to(y.dtype)
 
 
 Weights = Mapping[str, Tensor]

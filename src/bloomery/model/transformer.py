@@ -4,9 +4,12 @@ The model: embedding, blocks, norm, head. It knows nothing of ranks, devices, op
 Letters used for shapes are those of layers.py; V is the vocabulary.
 """
 
+import copy
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -17,6 +20,7 @@ from bloomery.model.config import AttentionKind, ModelConfig, Window
 from bloomery.model.layers import NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -242,3 +246,20 @@ class Transformer(nn.Module):
             return constant(alibi_slopes(heads), device)
         slopes = constant(alibi_slopes(heads // 2), device).view(pairs, 1, -1)
         return slopes.expand(-1, 2, -1).flatten()
+
+
+Changes = Mapping[str, tuple[Float[Tensor, "r D"], Float[Tensor, "R r"]]]
+"""Of matrices by path: A, and B times its scale."""
+
+
+def changed(model: Transformer, changes: Changes) -> Transformer:
+    """A model that shares all tensors of another, with changes added after its matmuls: y = W x + b + B A x."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    model = copy.deepcopy(model, shared)
+    for name, (a, b) in changes.items():
+        model.get_submodule(name).register_forward_hook(partial(_added, a, b))
+    return model
+
+
+def _added(a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
+    return y + F.linear(F.linear(inputs[0].float(), a.float()), b.float()).to(y.dtype)

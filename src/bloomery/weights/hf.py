@@ -35,8 +35,7 @@ from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import canonical, make_folder, read_regular, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath
 from bloomery.model.config import Base, Lora, ModelConfig, RopeScaling
-from bloomery.model.lora import Changes
-from bloomery.model.transformer import Transformer, on_meta
+from bloomery.model.transformer import Changes, Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import (
     OWN,
