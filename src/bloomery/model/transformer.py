@@ -183,7 +183,8 @@ class Transformer(nn.Module):
         config, x, before = self.config, self.embed(ids), cache.length if cache else 0
         if positions is None:
             positions = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
-        x = x.float()  # the residual stream is in float32, whatever the table is kept or gathered in
+        if x.dtype != torch.float64:
+            x = x.float()  # the residual stream, whatever the table is kept or gathered in
         if self.positions is not None:
             x = x + self.positions(positions)
         if config.scale_embeddings:
