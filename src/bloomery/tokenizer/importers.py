@@ -244,7 +244,10 @@ def _complete(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str
 
 
 def _told(file: Path) -> dict[str, Any]:
-    return dict(read_record(file, dict[str, Any], error=DataError, fix="It is damaged.")) if file.is_file() else {}
+    """What a file of settings says that a folder may lack."""
+    if not os.path.isfile(file):
+        return {}
+    return dict(read_record(file, dict[str, Any], error=DataError, fix="It is damaged, or of another kind."))
 
 
 def _open_with(inner: tokenizers.Tokenizer, token: str | None) -> None:
@@ -277,13 +280,12 @@ def roles_of(folder: Path) -> dict[str, str | None]:
     """The special tokens of a model by their roles, as its folder names them; {} for a file."""
     roles: dict[str, str | None] = {}
     for name in (SPECIAL_MAP, TOKENIZER_CONFIG):
-        if os.path.isfile(file := folder / name):
-            said = read_record(file, dict[str, Any], error=DataError, fix="It is damaged, or of another kind.")
-            for role in ROLE_NAMES:
-                value = said.get(role)
-                value = value.get("content") if isinstance(value, dict) else value
-                if isinstance(value, str):
-                    roles[role] = value
+        said = _told(folder / name)
+        for role in ROLE_NAMES:
+            value = said.get(role)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                roles[role] = value
     return roles
 
 

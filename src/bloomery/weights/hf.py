@@ -494,14 +494,18 @@ def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
     if text is not None and not isinstance(text, str):
         what = f"its chat_template is {shorten(repr(text))}, not a text"
         raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=again(folder))
-    boundaries = _ids(opened.facts.get("bos_token_id"), opened.facts.get("eos_token_id"))
-    tokenizer = importers.load_foreign(folder, roles, boundaries)
+    tokenizer = importers.load_foreign(folder, roles, _boundaries(opened))
     return _foreign(tokenizer, text, roles, _settings(folder / GENERATION), opened)
 
 
 def _ids(*values: Any) -> list[int]:
     """The token IDs among values of a configuration, each one ID, several, or none."""
     return [id for value in values for id in (value if isinstance(value, list) else [value]) if type(id) is int]
+
+
+def _boundaries(opened: OpenedModel) -> list[int]:
+    """The token IDs that begin or end a text, by config.json."""
+    return _ids(opened.facts.get("bos_token_id"), opened.facts.get("eos_token_id"))
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -526,8 +530,7 @@ def _foreign(
     if beyond:
         spec = tokenizer.spec
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in beyond]
-        boundaries = _ids(opened.facts.get("bos_token_id"), opened.facts.get("eos_token_id"))
-        tokenizer = importers.from_json(spec, str(opened.path), roles, boundaries)
+        tokenizer = importers.from_json(spec, str(opened.path), roles, _boundaries(opened))
     ends = set(_ids(generation.get("eos_token_id"), opened.facts.get("eos_token_id")))
     if (end := roles.get("eos_token")) and (id := tokenizer.special_id(end)) is not None:
         ends.add(id)

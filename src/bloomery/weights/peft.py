@@ -112,14 +112,15 @@ def read(folder: Path) -> Adapter:
         if (more := _more(facts)) != "":
             hint = "Merge it with PEFT and use the whole model."
             raise CheckpointError(f"holds more than low-rank matrices: {more}", where=str(folder), hint=hint)
-        pairs, scales, magnitudes = {}, {}, {}
+        pairs, scales, magnitudes, alphas = {}, {}, {}, facts.get("alpha_pattern") or {}
+        _check_patterns(alphas)
         for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
             if facts.get("use_dora"):
                 magnitudes[matrix] = tensors.pop(name.replace("lora_A.weight", MAGNITUDE))
             rank = _rank(matrix, *pairs[matrix], magnitudes.get(matrix))
-            alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
+            alpha = float(_of_pattern(alphas, matrix, facts["lora_alpha"]))
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
         base = facts["base_model_name_or_path"]
         if not pairs:
@@ -314,12 +315,15 @@ def _rank(name: str, a: Tensor, b: Tensor, lengths: Tensor | None) -> int:
     return len(a)
 
 
+def _check_patterns(patterns: Mapping[str, Any]) -> None:
+    """Raises ValueError for an expression that may take too long."""
+    for key in patterns:
+        if len(key) > MAX_PATTERN or len(re.findall(r"[*+?{]", key)) > 2 or re.search(r"\)[*+?{]", key):
+            raise ValueError(f"the expression {key[:80]!r} of its patterns may take too long")
+
+
 def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
     """The first whose key, an expression, is the end of a name as PEFT has it."""
-    repeats = (len(re.findall(r"[*+?{]", key)) > 2 or re.search(r"\)[*+?{]", key) is not None for key in patterns)
-    slow = (key for key, repeated in zip(patterns, repeats, strict=True) if repeated or len(key) > MAX_PATTERN)
-    if key := next(slow, None):
-        raise ValueError(f"the expression {key[:80]!r} of its patterns may take too long")
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
     except re.error as error:
