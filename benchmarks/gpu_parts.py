@@ -35,7 +35,7 @@ from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss,
 from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
-from bloomery.train import fsdp
+from bloomery.train import norms
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.compile import compile_blocks
 from bloomery.train.config import AdamW
@@ -245,7 +245,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
     def step() -> float:
         nonlocal norm
         loss = accumulate_gradients(model, batch, rows, precision).loss
-        norm = fsdp.gradient_norm(gradients(model))
+        norm = norms.gradient_norm(gradients(model))
         optimizers.step(clipping(1.0, norm))
         optimizers.zero_grad()
         return loss
@@ -275,7 +275,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
 def passed(model: Transformer, batch: Batch, precision: Precision) -> tuple[float, float]:
     """Loss and gradient norm of a pass, whose gradients are gone."""
     loss = accumulate_gradients(model, batch, len(batch.ids), precision).loss
-    norm = float(fsdp.gradient_norm(gradients(model)))
+    norm = float(norms.gradient_norm(gradients(model)))
     model.zero_grad(set_to_none=True)
     return loss, norm
 
@@ -519,7 +519,7 @@ def adapted(
 
     def step() -> float:
         loss = accumulate_gradients(model, batch, 1, precision).loss
-        optimizers.step(clipping(1.0, fsdp.gradient_norm(gradients(model))))
+        optimizers.step(clipping(1.0, norms.gradient_norm(gradients(model))))
         optimizers.zero_grad()
         return loss
 

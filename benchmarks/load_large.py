@@ -186,7 +186,7 @@ def part(options: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
     from bloomery.hw.distributed import World
     from bloomery.model import lora
     from bloomery.model.config import Lora
-    from bloomery.train import fsdp
+    from bloomery.train import collectives, fsdp
     from bloomery.train.config import Mesh
     from bloomery.weights import hf
 
@@ -200,7 +200,7 @@ def part(options: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
         model = hf.load(options.folder, base=base, take=own.take).model
         lora.attach(model, Lora(base_dtype=base), seed=0)
         fsdp.shard(model, World(rank, ranks), device, mesh, spread=True, own=own)
-        return sum(fsdp.local(weight).nbytes for weight in model.parameters())
+        return sum(collectives.local(weight).nbytes for weight in model.parameters())
 
     return {"dtype": options.one, "rank": rank, "ranks": ranks} | measured(load)
 

@@ -38,7 +38,7 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.model.config import ModelConfig
 from bloomery.shards.loader import Batch
 from bloomery.train.config import Finetune, Training
-from bloomery.train.fused_adamw import total_norm
+from bloomery.train.norms import total_norm
 from bloomery.train.plan import report, trace
 from bloomery.train.plan.here import room
 from bloomery.train.plan.memory import Machine

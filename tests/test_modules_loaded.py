@@ -59,8 +59,8 @@ names = [name for name, module in sys.modules.items() if name.startswith("bloome
 print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name], "__path__"))))
 """
 MOST = {
-    "gradients of a batch and an update": (GRADIENTS, 49),
-    "the trainer, and a step": (TRAINER, 49),
+    "gradients of a batch and an update": (GRADIENTS, 37),
+    "the trainer, and a step": (TRAINER, 37),
     "a recipe": (RECIPE, 56),
     "a chat": (CHAT, 42),
 }

@@ -18,7 +18,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import fsdp, launch
+from bloomery.train import collectives, launch
 from bloomery.train.config import AdamW, Training
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
@@ -96,7 +96,7 @@ def held(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     made.run()
     kept = made._checkpoints.optimizers.state()
     groups = list(made.model.parameters()), [kept[name] for name in kept if not name.endswith("/step")]
-    own = [sum(fsdp.local(tensor).nbytes for tensor in tensors) for tensors in groups]
+    own = [sum(collectives.local(tensor).nbytes for tensor in tensors) for tensors in groups]
     whole = sum(tensor.nbytes for tensors in groups for tensor in tensors)
     return {"held": world.gather(own), "all": whole, "vocab_size": made.model.vocab_size}
 

@@ -6,7 +6,7 @@ from bloomery.core import native
 from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.train import fsdp
+from bloomery.train import collectives, fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Mesh
 from bloomery.train.plan.memory import activation_bytes_per_token
@@ -66,7 +66,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for one in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(one, Tensor):
-                storage = fsdp.local(one).untyped_storage()
+                storage = collectives.local(one).untyped_storage()
                 self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         return out
 

@@ -24,9 +24,9 @@ from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import fsdp, launch, step
+from bloomery.train import collectives, fsdp, launch, step
 from bloomery.train.config import Mesh, Training
-from bloomery.train.metrics import Norms
+from bloomery.train.norms import Norms
 from bloomery.train.plan.memory import check_shard
 from bloomery.train.preference.config import Prefer
 from bloomery.train.state import Hook, State
@@ -408,7 +408,7 @@ def furthest(one: Path, other: Path) -> float:
 
 def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
     """The sum of gradients of which some ranks have none, in buckets that hold one or two of them."""
-    fsdp.BUCKET_NUMBERS = 10
+    collectives.BUCKET_NUMBERS = 10
     model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)])
     for place, weight in enumerate(model.parameters()):
         if place < 4 and place % 2 == world.rank:
@@ -416,7 +416,7 @@ def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
     if world.rank == 0:
         first = next(model.parameters())
         first.grad = torch.ones_like(first)
-    fsdp.sum_gradients(model, world)
+    collectives.sum_gradients(model, world)
     return {"found": [None if w.grad is None else w.grad.flatten().tolist() for w in model.parameters()]}
 
 
@@ -514,12 +514,14 @@ def in_parts(task: dict[str, Any], world: World) -> dict[str, Any]:
         norms.before_update(1)
         with torch.no_grad():
             for weight in model.parameters():
-                fsdp.local(weight).mul_(1.25)
+                collectives.local(weight).mul_(1.25)
         norms.after_update()
         DTensor.full_tensor = plain  # type: ignore[method-assign]
         answer[name] |= {"norms": world.gather(norms.latest), "largest": largest[0]}
         answer[name]["tied"] = model.head.weight is model.embed.weight
-        settled = {key: fsdp.whole(weight).flatten().double().norm().item() for key, weight in model.named_parameters()}
+        settled = {
+            key: collectives.whole(weight).flatten().double().norm().item() for key, weight in model.named_parameters()
+        }
         answer[name]["weights"] = settled
     return answer
 

@@ -10,7 +10,7 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.train import fsdp, launch
+from bloomery.train import collectives, fsdp, launch
 from bloomery.train.config import Mesh
 from bloomery.train.step import accumulate_gradients
 from tests.model.made import CHOICES, SHAPES, lively
@@ -50,7 +50,7 @@ def made(shape: ModelConfig, adapters: str, norm: float = BETWEEN) -> Transforme
 def learned(model: Transformer, world: World | None = None) -> tuple[float, dict[str, torch.Tensor]]:
     loss = accumulate_gradients(model, random_batch(4), 2, on_cpu(torch.bfloat16), world=world).loss
     grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    return loss, {name: fsdp.whole(grad) for name, grad in grads.items()}
+    return loss, {name: collectives.whole(grad) for name, grad in grads.items()}
 
 
 def in_parts(shape: ModelConfig, adapters: str, world: World) -> tuple[float, dict[str, torch.Tensor]]:

@@ -16,10 +16,10 @@ from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import fsdp, launch
+from bloomery.train import collectives, fsdp, launch
 from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
-from bloomery.train.metrics import Norms
+from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
@@ -123,7 +123,7 @@ def learned(model: Transformer, other: str, rows: int, world: World) -> dict[str
     told: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(1, STEPS + 1):
         told["losses"].append(accumulate_gradients(model, batch(rows), 2, on_cpu(), world=world).loss)
-        norm = fsdp.gradient_norm(gradients(model))
+        norm = gradient_norm(gradients(model))
         told["norms"].append(float(norm))
         norms.before_update(step)
         optimizers.step(clipping(0.1, norm), step)
@@ -194,7 +194,7 @@ def over_meshes(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         told = learned(model, other, num_rows(axes), world)
         if not other:
             told["received"] = received(model, num_rows(axes), world)
-        told["held"] = world.gather(sum(fsdp.local(one).nbytes for one in model.parameters()))
+        told["held"] = world.gather(sum(collectives.local(one).nbytes for one in model.parameters()))
         found[f"{method} {other} {axes}"] = told
     return found
 

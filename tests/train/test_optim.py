@@ -13,9 +13,9 @@ from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
-from bloomery.train import fsdp, launch, optim
+from bloomery.train import collectives, fsdp, launch, optim
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
-from bloomery.train.fused_adamw import LIBRARY, ScaledAdamW, total_norm
+from bloomery.train.norms import LIBRARY, total_norm
 from bloomery.train.optim import (
     BATCH_NUMBERS,
     REMEMBERED,
@@ -267,7 +267,7 @@ def test_weights_and_moments_are_those_of_torch(wanted: str, monkeypatch: pytest
     monkeypatch.setenv(native.SWITCH, wanted)
     ours, theirs = sized(), sized()
     how: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
-    mine, reference = ScaledAdamW(ours, **how, fused=True), torch.optim.AdamW(theirs, **how, fused=True)
+    mine, reference = optim.ScaledAdamW(ours, **how, fused=True), torch.optim.AdamW(theirs, **how, fused=True)
     for step in range(4):
         give(ours, step, scale=4.0)
         give(theirs, step)
@@ -285,7 +285,7 @@ def test_weights_and_moments_are_those_of_torch(wanted: str, monkeypatch: pytest
 @pytest.mark.skipif(native.library(LIBRARY) is None, reason="the library of the optimizer is not there")
 def test_scaled_gradients_stay_as_they_are_and_autograd_knows_of_the_new_weights() -> None:
     ours = sized()
-    optimizer = ScaledAdamW(ours, lr=0.01)
+    optimizer = optim.ScaledAdamW(ours, lr=0.01)
     given = [gradient.clone() for gradient in give(ours, 0)]
     before = [weight._version for weight in ours]
     optimizer.scale = 0.5
@@ -315,7 +315,7 @@ def test_neither_update_nor_norm_depends_on_threads() -> None:
         torch.set_num_threads(threads)
         ours = sized()
         norm = total_norm(give(ours, 0))
-        ScaledAdamW(ours, lr=0.01).step()
+        optim.ScaledAdamW(ours, lr=0.01).step()
         found.append([norm, *(weight.detach() for weight in ours)])
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -561,9 +561,9 @@ def muon_stepped(model: Transformer, world: World) -> dict[str, list[float]]:
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
-            weight.grad = fsdp.like(weight, torch.randn(weight.shape, generator=generator))
+            weight.grad = collectives.like(weight, torch.randn(weight.shape, generator=generator))
         optimizers.step()
-    return {name: fsdp.whole(weight).flatten().tolist() for name, weight in model.named_parameters()}
+    return {name: collectives.whole(weight).flatten().tolist() for name, weight in model.named_parameters()}
 
 
 def stepped_together(task: dict[str, Any], world: World) -> dict[str, Any]:

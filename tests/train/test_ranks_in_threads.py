@@ -14,7 +14,7 @@ from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
-from bloomery.train import fsdp, step
+from bloomery.train import collectives, fsdp, step
 from bloomery.train.config import AdamW
 from bloomery.train.state import State
 from bloomery.train.step import accumulate_gradients
@@ -139,14 +139,14 @@ def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() 
 # --- sums that begin within the backward pass, and memory that runs out on one rank -----------------------------------
 
 
-SUMS = fsdp.GradientSums
+SUMS = collectives.GradientSums
 
 
 @pytest.fixture
 def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums as on GPUs, in several buckets."""
-    monkeypatch.setattr(fsdp, "GradientSums", lambda model, world, **how: SUMS(model, world, overlapped=True))
-    monkeypatch.setattr(fsdp, "BUCKET_NUMBERS", 2000)
+    monkeypatch.setattr(collectives, "GradientSums", lambda model, world, **how: SUMS(model, world, overlapped=True))
+    monkeypatch.setattr(collectives, "BUCKET_NUMBERS", 2000)
 
 
 @pytest.mark.parametrize(("size", "micro_batch"), [(2, 2), (3, 1), (8, 7)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train import fsdp, step
+from bloomery.train import step
 from bloomery.train.config import AdamW, Muon
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import Hook, Hooks, SkippedStep, SpikeGuard, State
@@ -237,7 +237,7 @@ def test_a_batch_with_another_loss_than_all_before_is_skipped_and_the_run_goes_o
 def test_a_gradient_that_is_too_large_is_skipped_though_its_loss_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     model, state, told = lively(SHAPES[0]), State(), list[SkippedStep]()
     norms = iter([1.0, 1.1, 0.9, 5.0])
-    monkeypatch.setattr(fsdp, "gradient_norm", lambda grads: torch.tensor(next(norms)))
+    monkeypatch.setattr(step, "gradient_norm", lambda grads: torch.tensor(next(norms)))
     run(model, repeat(random_batch(2)), state, steps=4, guard=SpikeGuard(window=3, tell=told.append))
     assert [(skip.step, skip.norm) for skip in told] == [(4, 5.0)]
 

@@ -35,7 +35,7 @@ from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
-from bloomery.train import fsdp, fused_adamw, progress
+from bloomery.train import collectives, norms, progress
 from bloomery.train.config import Training
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State, forget
@@ -101,7 +101,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
     }
 
 
-LIBRARIES = (cpu.LIBRARY, cpu.NORMS, cpu.MATMUL_LIBRARY, fused_adamw.LIBRARY)
+LIBRARIES = (cpu.LIBRARY, cpu.NORMS, cpu.MATMUL_LIBRARY, norms.LIBRARY)
 """Compiled ones that compute in a step."""
 KERNEL_SETTINGS = (
     "MKL_CBWR",
@@ -243,20 +243,20 @@ class Checkpoints:
     @property
     def _company(self) -> World:
         """The ranks that save together."""
-        return self.world if fsdp.is_sharded(self.model) else World.alone()
+        return self.world if collectives.is_sharded(self.model) else World.alone()
 
     def save(self, state: State, before: Callable[[], None] | None = None) -> None:
         """
         Begin to make the state safe, or wait until it is if that was begun before. Weights that are not finite are not
         worth it. Raises RunError for what went wrong with the save before, and for what has to be done `before`.
         """
-        sharded, began = fsdp.is_sharded(self.model), time.monotonic()
+        sharded, began = collectives.is_sharded(self.model), time.monotonic()
         if not (self.world.is_first or sharded):
             return
         self.wait(before)
         if self._saved[1] == state.step:
             return
-        if not fsdp.is_finite(self.model, self.world):
+        if not collectives.is_finite(self.model, self.world):
             info(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
         if sharded:
@@ -283,7 +283,7 @@ class Checkpoints:
         or after the hooks, so that the weights are those of `state.step`; after skipped steps older ones are better.
         Parts of weights that are gone cannot be saved.
         """
-        if self.world.is_first and not state.guard.in_a_row and not fsdp.is_sharded(self.model):
+        if self.world.is_first and not state.guard.in_a_row and not collectives.is_sharded(self.model):
             self.save(state, before)
             self.wait()
 
@@ -297,13 +297,13 @@ class Checkpoints:
 
     def leave_model(self, folder: Path, step: int) -> None:
         """Leave the model as it is, as that of a step, for others to read."""
-        write = self.model_saver.copied(self.world)[0] if fsdp.is_sharded(self.model) else self.model_saver.write
+        write = self.model_saver.copied(self.world)[0] if collectives.is_sharded(self.model) else self.model_saver.write
         if self.world.is_first:
             write(folder, step)
 
     def check_finite(self, state: State) -> None:
         """Raises RunError where the last updates have hurt the weights."""
-        if not fsdp.is_finite(self.model, self.world):
+        if not collectives.is_finite(self.model, self.world):
             raise RunError(
                 "the last updates left weights that are not finite",
                 where=f"step {state.step}",

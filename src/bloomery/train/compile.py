@@ -42,7 +42,7 @@ from bloomery.model.attention import Attention, AttentionMask
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset, SampleSource
-from bloomery.train import fsdp
+from bloomery.train import collectives
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
@@ -299,7 +299,7 @@ def compile_blocks(
     """
     if mode == "off":
         return Verdict(False, "not asked for")
-    sharded, before = fsdp.is_sharded(model), 0.0
+    sharded, before = collectives.is_sharded(model), 0.0
     plain: list[tuple[float, float]] | None = None
     for some in filter(None, (trials, halves)):
         try:

@@ -1,9 +1,5 @@
 """
-Train one model on several ranks: sum gradients, shard with FSDP2, and gather full copies.
-
-Each rank computes its sequences of the global batch. Their losses are already divided by the count of the whole
-batch. So gradients are added over ranks and not averaged. This happens in float32, in buckets, once a step. On a CPU
-it comes after all micro-batches. On GPUs, buckets are summed while the backward pass of the last micro-batch computes.
+Cut a model into the parts of its ranks with FSDP2, and gather full copies. A step needs only train/collectives.py.
 
 A sharded model (FSDP2, torch.distributed.fsdp.fully_shard) lies in pieces. Each rank holds its part of every
 weight, gradient and optimizer number. A group of weights is gathered when its module is needed: norms in float32, and
@@ -12,15 +8,11 @@ that keep them. RULES of train/sharding_rules.py say what belongs together and a
 of a mesh. The model itself knows nothing of it.
 """
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
@@ -30,9 +22,8 @@ from bloomery.model import quantize
 from bloomery.model.config import Base
 from bloomery.model.quantize import NF4, QuantizedLinear
 from bloomery.model.transformer import Transformer, on_meta
-from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train.collectives import is_sharded, part_like, piece, whole
 from bloomery.train.config import Mesh
-from bloomery.train.fused_adamw import total_norm
 from bloomery.train.mesh import check_model, cut
 from bloomery.train.sharding_rules import Placement, placement, rule_of
 from bloomery.weights.opened import put_weight
@@ -40,135 +31,14 @@ from bloomery.weights.opened import put_weight
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-
-BUCKET_NUMBERS = 2**23
-"""Numbers that go to the other ranks at once, if no weight has more: 32 MiB."""
 
 
 def peak(device: Device, world: World) -> float:
     """FLOP/s of the matmuls of all ranks together. All ranks measure at the same time: some may share a machine."""
     world.barrier()
     return float(world.sum(torch.tensor(measured_peak(device), dtype=torch.float64)))
-
-
-def sum_gradients(model: nn.Module, world: World) -> None:
-    """Give every weight the sum of its gradients on all ranks: see `GradientSums`."""
-    with GradientSums(model, world) as sums:
-        sums.finish()
-
-
-class GradientSums:
-    """
-    Give every weight the sum of its gradients on all ranks, the same bits on each.
-
-    A rank without rows has no gradients, and adds nothing. What no rank has a gradient of stays without. Overlapped
-    sums begin within a backward pass, for each bucket as soon as its gradients are there, from the last layer on. All
-    ranks begin them in the same order.
-    """
-
-    def __init__(self, model: nn.Module, world: World, *, overlapped: bool = False) -> None:
-        """A context. With one rank, or a sharded model, it does nothing."""
-        self._world, self._idle = world, world.size == 1 or is_sharded(model)
-        self._weights = [] if self._idle else [weight for weight in model.parameters() if weight.requires_grad]
-        self._overlapped = overlapped and not self._idle
-        self._buckets = list(_buckets(self._weights[::-1])) if self._overlapped else []
-        self._begun: list[tuple[Tensor, Any]] = []
-        """Of each bucket in transfer: its numbers and flags, and what waits for them."""
-        self._open: list[set[nn.Parameter]] = []
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> "GradientSums":
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def begin(self) -> None:
-        """The next backward pass is the last one: its gradients are final."""
-        if not self._overlapped:
-            return
-        self._open = [set(bucket) for bucket in self._buckets]
-        bucket_of = {weight: number for number, bucket in enumerate(self._buckets) for weight in bucket}
-
-        def done(weight: nn.Parameter) -> None:
-            self._open[bucket_of[weight]].discard(weight)
-            while len(self._begun) < len(self._buckets) and not self._open[len(self._begun)]:
-                self._send(failed=False)
-
-        self._hooks = [weight.register_post_accumulate_grad_hook(done) for weight in self._weights]  # type: ignore[no-untyped-call]
-
-    def finish(self, failed: bool = False) -> bool:
-        """Wait for the sums. Returns, the same on all ranks, whether one has `failed`: then gradients are of no use."""
-        if self._idle:
-            return failed
-        if self._overlapped:
-            return self._finish_overlapped(failed)
-        flags = [float(weight.grad is not None) for weight in self._weights]
-        *grad_counts, failures = self._world.sum(torch.tensor([*flags, float(failed)])).tolist()
-        if failures:
-            return True
-        with_grad = [weight for weight, count in zip(self._weights, grad_counts, strict=True) if count]
-        for bucket in _buckets(with_grad):
-            parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-            flat = self._world.sum(torch.cat([part.flatten().float() for part in parts]))
-            _hand_back(bucket, flat)
-        return False
-
-    def _send(self, failed: bool) -> None:
-        """Begin the sum of the next bucket: its gradients, whether each is there, and whether this rank failed."""
-        bucket = self._buckets[len(self._begun)]
-        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-        flags = torch.ones(len(bucket) + 1, device=parts[0].device)  # made there, so that the host does not wait
-        flags[-1:].fill_(float(failed))
-        for number, weight in enumerate(bucket):
-            if weight.grad is None:
-                flags[number : number + 1].zero_()
-        flat = torch.cat([*(part.flatten().float() for part in parts), flags])
-        del parts
-        for weight in bucket:
-            weight.grad = None  # the sum replaces it; until then it would be held twice
-        self._begun.append((flat, self._world.begin_sum(flat)))
-
-    def _finish_overlapped(self, failed: bool) -> bool:
-        while len(self._begun) < len(self._buckets):
-            self._send(failed)
-        flags = list[Tensor]()
-        for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
-            wait()
-            flags.append(flat[-len(bucket) - 1 :])
-        counts = torch.cat(flags).tolist()  # the device is asked once
-        failures = False
-        for bucket, (flat, _) in zip(self._buckets, self._begun, strict=True):
-            of_bucket, counts = counts[: len(bucket) + 1], counts[len(bucket) + 1 :]
-            failures = failures or of_bucket[-1] > 0
-            _hand_back(bucket, flat[: -len(bucket) - 1], of_bucket)
-        self._begun = []
-        return failures
-
-
-def _hand_back(bucket: list[nn.Parameter], flat: Tensor, counts: list[float] | None = None) -> None:
-    sizes = [weight.numel() for weight in bucket]
-    for number, (weight, grad) in enumerate(zip(bucket, torch.split(flat, sizes), strict=True)):
-        has_grad = counts is None or counts[number] > 0
-        weight.grad = grad.view_as(weight).to(weight.dtype) if has_grad else None
-
-
-def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    filled = 0
-    for weight in weights:
-        if bucket and filled + weight.numel() > BUCKET_NUMBERS:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(weight)
-        filled += weight.numel()
-    if bucket:
-        yield bucket
 
 
 def copy_of(model: Transformer, world: World | None = None) -> Transformer:
@@ -347,7 +217,7 @@ class OwnParts:
         where = placement(name, tensor.shape, self._mesh)
         for axis, dim in (("tp", where.tp), ("dp_shard", where.dp_shard)):
             if axis in axes and dim is not None:
-                tensor = _piece(tensor, dim, self._mesh.sizes[axis], self._numbers[axis])
+                tensor = piece(tensor, dim, self._mesh.sizes[axis], self._numbers[axis])
         return tensor
 
     @torch.no_grad()
@@ -357,14 +227,6 @@ class OwnParts:
             assert isinstance(weight, DTensor)
             known = self._parts.pop(name.replace(".base.", "."), None)
             weight.to_local().copy_(part_like(weight, others[name]) if known is None else known)
-
-
-def _piece(tensor: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """A view of one of `count` pieces along a dim, as torch.chunk cuts it; the last pieces may be empty."""
-    size = tensor.shape[dim]
-    height = -(-size // count)
-    first = min(number * height, size)
-    return tensor.narrow(dim, first, min(height, size - first))
 
 
 def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
@@ -417,31 +279,6 @@ def _without_numbers(model: nn.Module) -> None:
                 module._parameters[name] = on_meta_device.setdefault(weight, empty)
 
 
-def data_rank(model: nn.Module, world: World) -> tuple[int, int]:
-    """Of the data: the part that is this rank's, and how many parts there are. Ranks of one matmul share a part."""
-    weight = next(model.parameters())
-    names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
-    tp = weight.device_mesh["tp"].size() if "tp" in names else 1  # type: ignore[attr-defined]
-    return world.rank // tp, max(1, world.size // tp)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
-def settle(model: nn.Module) -> None:
-    """Leave no weight together that a forward pass without a backward pass has put together."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. Of one that is spread over ranks, all of them have to ask."""
-    full_tensor: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full_tensor.detach()
-
-
 def row_lengths(module: nn.Module, shape: nn.Module) -> Tensor:
     """
     Lengths of the rows of a frozen matrix that is spread over ranks, on all of them. `shape` is the same matrix without
@@ -455,24 +292,6 @@ def row_lengths(module: nn.Module, shape: nn.Module) -> Tensor:
     rows = shape.dense(torch.float32) if isinstance(shape, QuantizedLinear) else shape.get_parameter("weight").float()
     lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1)
     return lengths
-
-
-def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
-    """Of a whole tensor that every rank has, the part that each has of another."""
-    if not isinstance(tensor, DTensor):
-        return full_tensor
-    own, mesh = part_like(tensor, full_tensor).contiguous(), tensor.device_mesh
-    return DTensor.from_local(own, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
-    """Of a whole tensor, a view of what this rank has of another: tp cuts first, then dp_shard, as torch.chunk does."""
-    mesh = tensor.device_mesh
-    for axis in range(mesh.ndim - 1, -1, -1):
-        placed, count, number = tensor.placements[axis], mesh.size(axis), mesh.get_local_rank(axis)
-        if isinstance(placed, Shard | _StridedShard):
-            full_tensor = _piece(full_tensor, placed.dim, count, number)
-    return full_tensor
 
 
 @torch.no_grad()
@@ -492,69 +311,3 @@ def take(model: Transformer, full_weights: Mapping[str, Tensor] | None, names: C
             full_weight = full_weights[name].to(own.device, weight.dtype).contiguous()
         torch.distributed.broadcast(full_weight, src=0)
         own.copy_(part_like(weight, full_weight))
-
-
-@torch.no_grad()
-def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """
-    The sum of squares of each group of tensors, in float32. Of tensors in parts, each rank adds up its own numbers, and
-    the sums of all groups go to the others at once. No tensor is put together.
-    """
-    own = [
-        [torch.linalg.vector_norm(local(one), dtype=torch.float32).square() / copies(one) for one in group]
-        for group in groups
-    ]
-    sums = torch.stack([torch.stack(squares).sum() for squares in own])
-    tensors = [tensor for group in groups for tensor in group if isinstance(tensor, DTensor)]
-    return over_ranks(sums, tensors[0]) if tensors else sums
-
-
-def copies(tensor: Tensor) -> int:
-    """How many ranks have the same part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
-
-
-def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:
-    """The sum of what the ranks say that hold the parts of a tensor; `numbers` itself for a tensor without parts."""
-    if not isinstance(of, DTensor):
-        return numbers
-    numbers = numbers.clone()
-    torch.distributed.all_reduce(numbers)
-    return numbers
-
-
-def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
-    """
-    The micro-batches of this rank. Of a sharded model all ranks have the same number of them, because each waits for
-    the parts of the others. Micro-batches that fill up the number have no supervised token, and add exactly zero.
-    """
-    number, count = data_rank(model, world)
-    own = batch.of_rank(number, count).split(size)
-    if not is_sharded(model):
-        return own
-    rows = -(-len(batch.ids) // count)
-    blank = replace(batch.split(1)[0], targets=np.full_like(batch.targets[:1], IGNORE))
-    return own + [blank] * (-(-rows // size) - len(own))
-
-
-def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, the same bits on every rank."""
-    tensors = list(gradients)
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
-        return square_sums([tensors]).sqrt()[0]
-    return total_norm(tensors)
-
-
-def is_finite(model: nn.Module, world: World) -> bool:
-    """Whether all weights are, on all ranks."""
-    own = bool(torch.stack([torch.isfinite(local(weight)).all() for weight in model.parameters()]).all())
-    return not world.any(not own) if is_sharded(model) else own
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds; all of one that is not spread."""
-    local_tensor: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local_tensor.detach()

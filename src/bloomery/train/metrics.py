@@ -18,16 +18,6 @@ The checksum is CRC-32C (Castagnoli), turned right by 15 bits, plus 0xa282ead8. 
 https://github.com/tensorflow/tensorboard, record_writer.py and event.proto.
 
 All destinations share one file because each gets the same records.
-
-`Norms` measures by layer, at a fixed interval of steps:
-
-    gradient flow    norm of the gradient of each layer, before clipping
-    weight norm      norm of all weights that are trained
-    update norm      norm of what one step of the optimizers changed them by
-
-Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up. A
-copy of all weights would need their memory once more. So the update norm is exact for small weights, and an
-estimate for large weights. Ranks that hold parts of weights each measure their parts, and send each other only sums.
 """
 
 import math
@@ -36,7 +26,7 @@ import platform
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -49,75 +39,8 @@ from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.hw.device import Device
 from bloomery.hw.monitor import GpuMonitor
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
-from bloomery.train.fsdp import copies, local, over_ranks, square_sums
+from bloomery.train.norms import Norms
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-SAMPLED = 2**15
-
-
-class Norms:
-    def __init__(self, model: nn.Module, *, every: int) -> None:
-        """Measured after each `every` steps; never for 0."""
-        self._model, self._every = model, every
-        self._before: list[Tensor] = []
-        self._flow: dict[str, float] = {}
-        self.latest: dict[str, float | dict[str, float]] = {}
-        """Of the last measured step: weight_norm, update_norm, and gradient_flow by layer."""
-
-    def due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
-
-    @torch.no_grad()
-    def before_update(self, step: int) -> None:
-        self._before = []
-        if self.due(step):
-            self._flow = by_layer(self._model)
-            self._before = [seen.clone() for seen, _ in self._seen()]
-
-    @torch.no_grad()
-    def after_update(self) -> None:
-        if not self._before:
-            return
-        pairs = zip(self._seen(), self._before, strict=True)
-        changed = torch.stack([scale * (seen - before).float().square().sum() for (seen, scale), before in pairs])
-        weights = [weight for weight in self._model.parameters() if weight.requires_grad]
-        self._before = []
-        self.latest = {
-            "weight_norm": norms_of([weights])[0],
-            "update_norm": float(over_ranks(changed.sum(), weights[0]).sqrt()),
-            "gradient_flow": self._flow,
-        }
-
-    def _seen(self) -> Iterator[tuple[Tensor, float]]:
-        """Some numbers of each weight that is trained, or of its part, and for how many each of them stands."""
-        for weight in self._model.parameters():
-            if weight.requires_grad:
-                flat = local(weight).flatten()
-                seen = flat[:: max(1, weight.numel() // SAMPLED)]
-                yield seen, len(flat) / max(1, len(seen)) / copies(weight)
-
-
-def by_layer(model: nn.Module) -> dict[str, float]:
-    """The gradient norm of each layer: of `blocks.3.mlp.up.weight` that of blocks.3."""
-    layers: dict[str, list[Tensor]] = {}
-    for name, weight in model.named_parameters():
-        if weight.grad is not None:
-            parts = name.split(".")
-            layers.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(weight.grad)
-    return dict(zip(layers, norms_of(list(layers.values())), strict=True))
-
-
-def norms_of(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The norm of all numbers of each group of tensors. Ranks that hold parts hear the sums of the others."""
-    if any(isinstance(tensor, DTensor) for group in groups for tensor in group):
-        norms: list[float] = square_sums(groups).sqrt().tolist()
-        return norms
-    return [float(torch.stack(torch._foreach_norm([one.detach() for one in group])).norm()) for group in groups]
-
 
 SHOWN_SAMPLES = 8
 NEARLY_FULL = 0.92

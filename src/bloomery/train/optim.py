@@ -30,10 +30,11 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
 from bloomery.core.hashing import stable_hash
 from bloomery.hw.distributed import World
+from bloomery.model.kernels.cpu import call
+from bloomery.train.collectives import like, local, whole
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
-from bloomery.train.fsdp import like, local, whole
-from bloomery.train.fused_adamw import ScaledAdamW
 from bloomery.train.loss import on_processor
+from bloomery.train.norms import LIBRARY, takes_compiled
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,46 @@ def updatable(weight: Tensor, seed_of: SeedOf) -> Iterator[Tensor]:
 
 def _seed_zero(weight: Tensor) -> int:
     return 0
+
+
+class ScaledAdamW(torch.optim.AdamW):
+    """
+    torch.optim.AdamW with its own state, fused, which can take gradients times `scale` without writing them back: so
+    that clipping costs nothing.
+    """
+
+    scale: float = 1.0
+    """Of the gradients of the next step alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        scale, self.scale = self.scale, 1.0
+        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        if not takes_compiled([one for weight in weights for one in (weight, weight.grad)]):
+            if scale != 1.0:
+                torch._foreach_mul_([weight.grad for weight in weights], scale)
+            super().step(closure)
+            return
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._change(weight, weight.grad, group, scale)
+
+    def _change(self, weight: Tensor, gradient: Tensor, group: dict[str, Any], scale: float) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] += 1
+        (beta1, beta2), t, rate = group["betas"], float(state["step"]), group["lr"]
+        call(
+            LIBRARY,
+            "adamw",
+            *(weight, gradient, state["exp_avg"], state["exp_avg_sq"], weight.numel()),
+            *(1 - rate * group["weight_decay"], beta1, beta2, rate / (1 - beta1**t)),
+            *(1 / math.sqrt(1 - beta2**t), float(group["eps"]), float(scale)),
+        )
+        torch.autograd.graph.increment_version(weight)
 
 
 class BatchedMuon(torch.optim.Muon):

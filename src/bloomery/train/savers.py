@@ -9,7 +9,7 @@ from bloomery.model import lora
 from bloomery.model.config import Lora
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import fsdp
+from bloomery.train import collectives, fsdp
 from bloomery.train.checkpointing import Write
 from bloomery.weights import hf, peft
 from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
@@ -34,7 +34,7 @@ class FullModelSaver:
         return FullModelSaver(twin, self.language, self.lineage).write, fsdp.weight_bytes(twin)
 
     def fill(self, folder: Path, world: World) -> None:
-        if not fsdp.is_sharded(self.model):
+        if not collectives.is_sharded(self.model):
             hf.fill(self.model, folder, self.lineage)
             return
         full_weights: dict[str, Tensor] | None = None
@@ -65,8 +65,8 @@ class AdapterSaver:
         self._write(folder, step, dict(lora.weights(self.model)))
 
     def copied(self, world: World) -> tuple[Write, int]:
-        weights = {name: fsdp.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
-        if self.settings.dora and fsdp.is_sharded(self.model) and not self._lengths:
+        weights = {name: collectives.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
+        if self.settings.dora and collectives.is_sharded(self.model) and not self._lengths:
             twin = self._twin()
             for path in peft.unadapted_parts(weights, twin):
                 lengths = fsdp.row_lengths(self.model.get_submodule(path), twin.get_submodule(path))
@@ -76,7 +76,7 @@ class AdapterSaver:
         return lambda folder, step: self._write(folder, step, weights), size
 
     def fill(self, folder: Path, world: World) -> None:
-        if not fsdp.is_sharded(self.model):
+        if not collectives.is_sharded(self.model):
             hf.fill_adapters(self.model, folder, self.lineage)
             return
         names, twin = lora.weights(self.model).keys(), self._twin()
@@ -93,5 +93,5 @@ class AdapterSaver:
 
     def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:
         lineage = replace(self.lineage, step=step)
-        model = self._twin() if fsdp.is_sharded(self.model) else self.model
+        model = self._twin() if collectives.is_sharded(self.model) else self.model
         hf.save_adapters(folder, weights, model, self.language, lineage, self.settings, self.base)

@@ -29,9 +29,9 @@ from bloomery.model.attention import segment_bounds
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train import fsdp
+from bloomery.train import collectives
 from bloomery.train.loss import token_losses
-from bloomery.train.metrics import Norms
+from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.state import Hooks, LeftOthersError, PhaseTimer, SkippedStep, SpikeGuard, State
@@ -148,7 +148,7 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
             agreed = isinstance(error, AgreedOutOfMemoryError)
             if not (agreed or devices.is_out_of_memory(error)):
                 raise
-            apart = fsdp.is_sharded(model)
+            apart = collectives.is_sharded(model)
             if rows == 1 or apart or (world.size > 1 and not agreed):
                 what = f"{rows} rows at once are more than the memory holds: {str(error).splitlines()[0]}"
                 raise (LeftOthersError if apart else HardwareError)(what, hint=LESS_MEMORY) from None
@@ -173,7 +173,7 @@ def retry_on_overflow(
     """What `compute` gives and the norm of its gradients: again, with another scale, if they left float16."""
     while True:
         batch_loss = compute()
-        norm = fsdp.gradient_norm(gradients(model))
+        norm = gradient_norm(gradients(model))
         if not precision.overflowed(batch_loss.loss, float(norm)):
             return batch_loss, norm
         model.zero_grad(set_to_none=True)
@@ -201,11 +201,11 @@ def accumulate_gradients(
     totals = loss_function.totals(batch)
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
-    parts = fsdp.micro_batches(batch, micro_batch, world, model)
-    same = world.size // fsdp.data_rank(model, world)[1]  # ranks with the same rows
+    parts = collectives.micro_batches(batch, micro_batch, world, model)
+    same = world.size // collectives.data_rank(model, world)[1]  # ranks with the same rows
     overlapped, failure = precision.device.is_gpu, ""
     sums: LossSums | None = None
-    with fsdp.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
+    with collectives.GradientSums(model, world, overlapped=overlapped) as gradient_sums:
         try:
             for number, rows in enumerate(parts, 1):
                 if stop is not None and world.size == 1:
@@ -220,7 +220,7 @@ def accumulate_gradients(
                     metrics += sums.metrics
                 sums = None
         except RuntimeError as error:
-            if world.size == 1 or fsdp.is_sharded(model) or not devices.is_out_of_memory(error):
+            if world.size == 1 or collectives.is_sharded(model) or not devices.is_out_of_memory(error):
                 raise
             failure = str(error).partition("\n")[0]
         if failure:  # outside of the handler, whose error holds on to all tensors of the micro-batch

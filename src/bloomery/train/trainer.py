@@ -31,7 +31,8 @@ from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
 from bloomery.train.config import Training, WSDSchedule
 from bloomery.train.loss import chunks_of
-from bloomery.train.metrics import MAIN_LOG, MetricsLogger, Norms, main_log, watcher
+from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
+from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided

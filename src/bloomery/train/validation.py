@@ -26,7 +26,7 @@ from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import fsdp
+from bloomery.train import collectives
 from bloomery.train.config import Training
 from bloomery.train.precision import Precision
 from bloomery.train.state import Hook, LeftOthersError, State
@@ -162,11 +162,11 @@ def evaluating(model: Transformer) -> Iterator[None]:
         with torch.no_grad():
             yield
     except RuntimeError as error:
-        if not (fsdp.is_sharded(model) and devices.is_out_of_memory(error)):
+        if not (collectives.is_sharded(model) and devices.is_out_of_memory(error)):
             raise
         raise LeftOthersError(str(error).partition("\n")[0], hint=LESS_MEMORY) from None
     finally:
-        fsdp.settle(model)
+        collectives.settle(model)
         model.train()
 
 
@@ -203,7 +203,7 @@ def sampling(
         def sample(state: State) -> None:
             with evaluating(model):
                 texts = sampler(model, config.prompts, config.sample_tokens)
-                if fsdp.is_sharded(model):
+                if collectives.is_sharded(model):
                     texts = iter(list(texts))  # all ranks end what they do together before one may fail to write it
                 for prompt, text in zip(config.prompts, texts, strict=True):
                     file.write(step=state.step, prompt=prompt, text=text)

@@ -55,8 +55,8 @@ from bloomery.shards.loader import Batch
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Mesh, Optimizer
-from bloomery.train.fused_adamw import total_norm
 from bloomery.train.loss import ALIGNED_ROWS, chunks_of
+from bloomery.train.norms import total_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
