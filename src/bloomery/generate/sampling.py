@@ -155,16 +155,20 @@ def _choose_together(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampl
     for row, sampler in enumerate(samplers):
         how = sampler.sampling
         groups.setdefault((how.temperature, how.top_k, how.top_p, how.min_p, how.typical_p), []).append(row)
+    if len(groups) == 1:
+        return _choose_alike(logits, samplers).tolist()  # type: ignore[no-any-return]
     chosen = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     for rows in groups.values():
-        some, first = logits[rows], samplers[rows[0]]
-        if first.is_greedy:
-            chosen[rows] = some.argmax(-1)
-            continue
-        points = torch.stack([samplers[row].point() for row in rows]).to(logits.device)
-        chosen[rows] = _drawn(*distribution(some, first.sampling), points)[:, 0]
+        chosen[rows] = _choose_alike(logits[rows], [samplers[row] for row in rows])
     ids: list[int] = chosen.tolist()
     return ids
+
+
+def _choose_alike(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler]) -> Int[Tensor, " B"]:
+    if samplers[0].is_greedy:
+        return logits.argmax(-1)
+    points = torch.stack([sampler.point() for sampler in samplers]).to(logits.device)
+    return _drawn(*distribution(logits, samplers[0].sampling), points)[:, 0]
 
 
 def distribution(

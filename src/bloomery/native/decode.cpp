@@ -26,6 +26,7 @@
 namespace {
 
 constexpr int64_t PANEL = 16, GROUP = 32, BLOCK = 64, PAGE = 32;
+constexpr int64_t HEADS = 4;  // of queries, at most, that are computed together
 
 struct Float16 {
     uint16_t bits;
@@ -379,7 +380,7 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
     const int64_t N = s.tokens;
     float *const read_from = s.room, *const added = read_from + N * size.x, *const entry = added + N * size.x;
     float *const qkv = entry + N * size.x, *const found = qkv + N * size.qkv, *const up = found + N * size.heads;
-    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * 2 * size.scores;
+    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * HEADS * size.scores;
     const auto share = [&](int64_t count, const auto &each) {
         for (int64_t i = count * thread / meeting.threads; i < count * (thread + 1) / meeting.threads; i++) each(i);
         meeting.wait();
@@ -467,7 +468,7 @@ extern "C" {
 // Numbers of float32 that a step of so many tokens needs as room; the room begins with zeros. longest: positions.
 int64_t bloomery_decode_room(const Model *m, int64_t tokens, int64_t threads, int64_t longest) {
     const Sizes size(*m, longest);
-    return tokens * size.each() + threads * 2 * size.scores;
+    return tokens * size.each() + threads * HEADS * size.scores;
 }
 
 // Vectors of at most so many numbers from now on: 4, 8 or 16. Gives what this processor then uses.
