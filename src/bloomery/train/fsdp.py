@@ -341,8 +341,8 @@ class OwnParts:
         if leaf != "weight" or not isinstance(module, QuantizedLinear):
             form = module.bias if isinstance(module, QuantizedLinear) else model.get_parameter(name)
             assert form is not None
-            part = self._cut(name, weight, ("tp", "dp_shard")).clone()  # of a file that is mapped into memory
-            self._parts[name] = rounded(name, part, form.dtype, name)
+            own_copy = self._cut(name, weight, ("tp", "dp_shard")).clone()  # the file is mapped into memory
+            self._parts[name] = rounded(name, own_copy, form.dtype, name)
             if self._dora and rule_of(name).adapted:  # a frozen matrix in float32
                 lengths = torch.linalg.vector_norm(weight.float(), dim=1)
                 self._parts[f"{path}.magnitude"] = self._cut(f"{path}.magnitude", lengths, ("tp", "dp_shard")).clone()
