@@ -373,7 +373,11 @@ def full_metrics(self: Metrics) -> None:
             60_000,
             r"00000000\d.partial/model.safetensors \(rank 0\): cannot be written: File too large.*\n.*`ulimit -f`",
         ),
-        (1, 30_000, r"checkpoints/00000000\d \(rank 1\): cannot be written: File too large.*\n.*`ulimit -f`"),
+        (
+            1,
+            30_000,
+            r"checkpoints/00000000\d.partial/training \(rank 1\): cannot be written: File too large.*\n.*`ulimit -f`",
+        ),
         (0, 0, r"metrics.jsonl: cannot be written: No space left on device.*\nFree some space"),
     ],
     ids=["model", "training part", "metrics"],
