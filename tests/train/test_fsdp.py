@@ -327,6 +327,7 @@ def test_whatever_part_of_a_save_fails_on_one_rank_all_ranks_are_told_why(tmp_pa
         else:
             assert mine[number - 1] == theirs[number - 1], (owner, name)
             assert f"{number:09d}" in mine[number - 1], (owner, name)
+            assert f" (rank {rank}): " in mine[number - 1], (owner, name)
             assert "cannot be written: No space left on device" in mine[number - 1], (owner, name)
             assert "\nFree some space and run the same command again" in mine[number - 1], (owner, name)
     assert mine[-1] == theirs[-1] == ""
@@ -367,8 +368,16 @@ def full_metrics(self: Metrics) -> None:
 @pytest.mark.parametrize(
     ("rank", "size", "told"),
     [
-        (0, 60_000, r"00000000\d.partial/model.safetensors: cannot be written: File too large.*\n.*`ulimit -f`"),
-        (1, 30_000, r"checkpoints/00000000\d: cannot be written: File too large.*\n.*`ulimit -f`"),
+        (
+            0,
+            60_000,
+            r"00000000\d.partial/model.safetensors \(rank 0\): cannot be written: File too large.*\n.*`ulimit -f`",
+        ),
+        (
+            1,
+            30_000,
+            r"checkpoints/00000000\d.partial/training \(rank 1\): cannot be written: File too large.*\n.*`ulimit -f`",
+        ),
         (0, 0, r"metrics.jsonl: cannot be written: No space left on device.*\nFree some space"),
     ],
     ids=["model", "training part", "metrics"],

@@ -1,4 +1,4 @@
-"""Norms of a model in parts, whose matmuls are in bfloat16."""
+"""Norms, learned positions and √D of a model in parts, whose matmuls are in bfloat16."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +19,7 @@ from tests.train.made import on_cpu, processor, random_batch
 import torch
 
 UNTIED = SHAPES[0].model_copy(update={"tie_embeddings": False})
+SCALED = UNTIED.model_copy(update={"scale_embeddings": True})
 NORMED = SHAPES[0].model_copy(update={"qk_norm": True})
 BETWEEN = 1 + 2.0**-10
 """bfloat16 has 1 and 1 + 2⁻⁷ next to each other."""
@@ -32,14 +33,17 @@ def one_rank() -> Iterator[None]:
 
 
 ADAPTERS = {"none": None, "bfloat16": Lora(rank=2, base_dtype="bfloat16"), "nf4": Lora(rank=2, base_dtype="nf4")}
-CASES = [(shape, adapters) for shape in (UNTIED, NORMED, CHOICES["absolute positions"]) for adapters in ADAPTERS]
+CASES = [
+    (shape, adapters) for shape in (UNTIED, SCALED, NORMED, CHOICES["absolute positions"]) for adapters in ADAPTERS
+]
 
 
 def made(shape: ModelConfig, adapters: str, norm: float = BETWEEN) -> Transformer:
     model = lively(shape)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(weight.bfloat16())  # embeddings are gathered in the format of matmuls
+            if name != "positions.weight":
+                weight.copy_(weight.bfloat16())  # embeddings are gathered in the format of matmuls
             if "norm.weight" in name:
                 weight.fill_(norm)
     if (settings := ADAPTERS[adapters]) is not None:
@@ -69,7 +73,9 @@ def assert_same(found: tuple[float, dict[str, Any]], shape: ModelConfig, adapter
 
 
 @pytest.mark.parametrize(("shape", "adapters"), CASES)
-def test_norms_stay_in_float32_as_on_one_device(one_rank: None, shape: ModelConfig, adapters: str) -> None:
+def test_norms_positions_and_the_scale_of_embeddings_stay_in_float32_as_on_one_device(
+    one_rank: None, shape: ModelConfig, adapters: str
+) -> None:
     assert_same(in_parts(shape, adapters, World.alone()), shape, adapters)
 
 
@@ -80,6 +86,6 @@ def on_ranks(task: Mapping[str, Any], world: World) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_whose_norms_stay_in_float32_learn_what_one_device_learns() -> None:
+def test_two_ranks_whose_norms_and_positions_stay_in_float32_learn_what_one_device_learns() -> None:
     for found, (shape, adapters) in zip(launch.run(f"{__name__}:on_ranks", {}, 2)["told"], CASES, strict=True):
         assert_same((found[0], found[1]), shape, adapters)

@@ -89,6 +89,8 @@ class Transformer(nn.Module):
         self.head = head_class(config.hidden_size, vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
+        self.embed_scale_dtype: torch.dtype | None = None
+        """Number format of the factor √D of embeddings, a tensor that is filled there. None: that of their table."""
 
     def initialize(self, seed: int) -> None:
         """
@@ -188,7 +190,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         if config.scale_embeddings:
-            x = x * x.new_full((), config.hidden_size**0.5, dtype=self.embed.weight.dtype)  # filled there, not copied
+            x = x * x.new_full((), config.hidden_size**0.5, dtype=self.embed_scale_dtype or self.embed.weight.dtype)
         ropes: dict[bool, Rotation] = {}
         masks: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):

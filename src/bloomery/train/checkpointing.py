@@ -75,7 +75,7 @@ class ModelSaver(Protocol):
 
 def environment(config: Training, device: Device, world: World, optimizers: Optimizers) -> dict[str, Any]:
     """Everything that bit-exactness depends on and that a recipe's fingerprint does not hold."""
-    mesh = config.mesh and config.mesh.sizes
+    mesh = config.mesh and config.mesh.sizes | ({"zero_stage": 1} if config.mesh.zero_stage == 1 else {})
     return {
         "ranks": world.size,
         "threads": devices.threads(),

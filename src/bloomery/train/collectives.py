@@ -54,8 +54,10 @@ class GradientSums:
         """Of each bucket in transfer: its numbers and flags, and what waits for them."""
         self._open: list[set[nn.Parameter]] = []
         self._hooks: list[Any] = []
+        self._model: Any = model
 
     def __enter__(self) -> "GradientSums":
+        self._divide(last=False)
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -65,6 +67,7 @@ class GradientSums:
 
     def begin(self) -> None:
         """The next backward pass is the last one: its gradients are final."""
+        self._divide(last=True)
         if not self._overlapped:
             return
         self._open = [set(bucket) for bucket in self._buckets]
@@ -76,6 +79,13 @@ class GradientSums:
                 self._send(failed=False)
 
         self._hooks = [weight.register_post_accumulate_grad_hook(done) for weight in self._weights]  # type: ignore[no-untyped-call]
+
+    def _divide(self, *, last: bool) -> None:
+        """Of stages 1 and 2: weights stay together until the `last` backward pass, and with 1 so do gradients."""
+        stage = self._model.__dict__.get("zero_stage", 3)
+        if stage < 3:
+            self._model.set_reshard_after_backward(last)
+            self._model.set_requires_gradient_sync(last or stage == 2)
 
     def finish(self, failed: bool = False) -> bool:
         """Wait for the sums. Returns, the same on all ranks, whether one has `failed`: then gradients are of no use."""

@@ -269,6 +269,11 @@ class Mesh(Config):
     """Devices that share a copy: each holds a part of every tensor, and gathers a block when it computes it."""
     tp: MeshAxis = 1
     """Devices that compute each matmul together, every one with its part of the matrix."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """
+    What `dp_shard` cuts, as in ZeRO: the optimizer (1), gradients too (2), weights too (3). With 1 and 2, each device
+    gathers all weights once a step. With 1, it also keeps all gradients, and reduces them once a step.
+    """
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -287,6 +292,8 @@ class Mesh(Config):
             raise ValueError(f"preset: there is no preset {self.preset!r}; {hint}")
         if self.devices > 1024:
             raise ValueError(f"{self.devices:,} devices, and no plan is for more than 1,024")
+        if self.zero_stage < 3 and self.dp_shard == 1:
+            raise ValueError(f"zero_stage={self.zero_stage} needs several devices of dp_shard, which is 1")
         return self
 
 

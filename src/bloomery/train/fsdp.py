@@ -27,6 +27,7 @@ from bloomery.train.config import Mesh
 from bloomery.train.mesh import check_model, cut
 from bloomery.train.sharding_rules import Placement, placement, rule_of
 from bloomery.weights.opened import put_weight
+from bloomery.weights.safetensors import rounded
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +135,17 @@ def shard(
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
     of_units = units(model, mesh)
-    norms = {} if dtype == torch.float32 else _norms(model, where)
+    norms = {} if dtype == torch.float32 else _unrounded(model, where)
     groups: list[tuple[str, list[nn.Module]]] = [(f"norms of {unit}", modules) for unit, modules in norms.items()]
-    if norms and "head" in of_units:
-        of_units["head"].remove(model.norm)
-    groups += [*of_units.items(), ("", [model])]  # the model: what is left
+    for unit, modules in of_units.items():
+        groups.append((unit, [module for module in modules if module not in norms.get(unit, [])]))
+    groups.append(("", [model]))  # what is left
+    model.embed_scale_dtype = model.embed.weight.dtype
     for unit, modules in groups:
         has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
         as_it_is = dtype == torch.float32 or has_scales or unit.startswith("norms of ")
         policy: dict[str, Any] = {} if as_it_is else {"mp_policy": mixed}
-        if unit == "head":  # the loss reads it after the forward pass
+        if unit == "head" or mesh.zero_stage < 3:  # the loss reads the head after the forward pass
             policy["reshard_after_forward"] = False
         sharded: Any = fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -154,6 +156,7 @@ def shard(
         for module in sharded if isinstance(sharded, list) else [sharded]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.__dict__["zero_stage"] = mesh.zero_stage
     if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
         starts: list[Any] = [model.blocks[0], *norms.get("blocks.0", [])[:1]]
         for first in starts:
@@ -192,13 +195,14 @@ class OwnParts:
 
     def take(self, model: Transformer, name: str, weight: Tensor, kept_as: str, base: Base) -> None:
         """Keep the part of a weight, and leave its shape in the model. See `TakeWeight`."""
-        put_weight(model, name, weight, kept_as, "meta", base)
+        put_weight(model, name, weight.to("meta"), kept_as, "meta", base)
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if leaf != "weight" or not isinstance(module, QuantizedLinear):
             form = module.bias if isinstance(module, QuantizedLinear) else model.get_parameter(name)
             assert form is not None
-            self._parts[name] = self._cut(name, weight, ("tp", "dp_shard")).to(form.dtype, copy=True)
+            own_copy = self._cut(name, weight, ("tp", "dp_shard")).clone()  # the file is mapped into memory
+            self._parts[name] = rounded(name, own_copy, form.dtype, name)
             if self._dora and rule_of(name).adapted:  # a frozen matrix in float32
                 lengths = torch.linalg.vector_norm(weight.float(), dim=1)
                 self._parts[f"{path}.magnitude"] = self._cut(f"{path}.magnitude", lengths, ("tp", "dp_shard")).clone()
@@ -227,6 +231,9 @@ class OwnParts:
             assert isinstance(weight, DTensor)
             known = self._parts.pop(name.replace(".base.", "."), None)
             weight.to_local().copy_(part_like(weight, others[name]) if known is None else known)
+            if weight.numel() >= quantize.NUMBERS_AT_ONCE:
+                known = None
+                devices.return_freed_memory()  # small parts leave gaps, as large as all of them
 
 
 def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
@@ -249,13 +256,16 @@ def _unchanged(x: Tensor) -> Tensor:
     return x.clone()  # FSDP2 wants no view of what a unit puts out
 
 
-def _norms(model: Transformer, where: Mapping[str, Placement]) -> dict[str, list[nn.Module]]:
-    """Unit -> its norms. Their weights stay in float32, as on one device: they are multiplied in no matmul."""
+def _unrounded(model: Transformer, where: Mapping[str, Placement]) -> dict[str, list[nn.Module]]:
+    """
+    Unit -> its norms, and learned positions. Their weights stay in float32, as on one device: they are multiplied in
+    no matmul.
+    """
     norms: dict[str, list[nn.Module]] = {}
     for name, placed in where.items():
         path = name.rpartition(".")[0]
         module = model.get_submodule(path)
-        if path.endswith("norm") and module not in norms.setdefault(placed.unit, []):
+        if path.endswith(("norm", "positions")) and module not in norms.setdefault(placed.unit, []):
             norms[placed.unit].append(module)
     return {unit: modules for unit, modules in norms.items() if modules}
 

@@ -338,7 +338,7 @@ def sparse_embedding_grad(model: Transformer) -> Iterator[None]:
     table that of the head. Zeros for all other rows, and the sum of two such tables, take as long as some layers.
     """
     table, lookups = model.embed.weight, list[tuple[Tensor, Tensor]]()
-    elsewhere = table.device.type != "cpu" or cpu.ELSEWHERE.get()
+    elsewhere = table.device.type != "cpu" or cpu.ELSEWHERE.get() or collectives.is_sharded(model)
     if model.head.weight is not table or type(table) not in cpu.PLAIN or elsewhere:
         yield
         return

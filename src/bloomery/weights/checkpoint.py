@@ -43,7 +43,7 @@ from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
 from bloomery.hw import device as devices
-from bloomery.hw.distributed import World
+from bloomery.hw.distributed import RankLostError, World
 from bloomery.weights.safetensors import STEP_FOLDER, check_header
 
 import safetensors.torch
@@ -96,10 +96,10 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """
     Write tensors from CPU memory as files below a folder, and flush them. Every rank of `world` writes its parts.
-    Raises OSError on all ranks if a disk is full for any rank.
+    Raises RunError, which names the rank, on all ranks if a disk is full for any rank.
     """
     _quiet()
-    with world.alike(), core_io.disk_errors(folder):
+    with world.alike(), _disk_of(world.rank, folder, world):
         folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(sorted(tensors.items()))  # so that equal states are equal files
     index, filled = {}, 0
@@ -112,9 +112,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     try:
         state_dict_saver.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
     except CheckpointException as error:
-        for cause, _ in error.failures.values():
+        for rank, (cause, _) in error.failures.items():
             if isinstance(cause, OSError):
-                raise cause from error
+                with _disk_of(rank, folder, world):
+                    raise cause from error
         raise
     core_io.sync_folder(folder)
 
@@ -309,8 +310,20 @@ def save(
 @contextmanager
 def _part(folder: Path, world: World) -> Iterator[None]:
     """A part of a save, at whose end all ranks know whether it is done on all of them."""
-    with world.alike(), core_io.disk_errors(folder):
+    with world.alike(), _disk_of(world.rank, folder, world):
         yield
+
+
+@contextmanager
+def _disk_of(rank: int, path: Path, world: World) -> Iterator[None]:
+    """As `disk_errors`, and of several ranks it names the one that cannot write."""
+    try:
+        with core_io.disk_errors(path):
+            yield
+    except RunError as error:
+        if world.size > 1 and not isinstance(error, RankLostError) and "(rank " not in error.where:
+            raise RunError(error.what, where=f"{error.where} (rank {rank})", hint=error.hint) from None
+        raise
 
 
 def _check_way(root: Path) -> None:

@@ -50,7 +50,8 @@ UNROUNDED = "Use the same model in one of these formats: the original, or a copy
 def rounded(name: str, tensor: Tensor, form: torch.dtype, where: str) -> Tensor:
     """A weight in another number format. Raises CheckpointError where one of its numbers becomes infinite there."""
     there = tensor.to(form)
-    if there.dtype != tensor.dtype and not torch.equal(there.isfinite(), tensor.isfinite()):
+    is_same = there.dtype == tensor.dtype or there.is_meta or _is_finite(there)
+    if not is_same and not torch.equal(there.isfinite(), tensor.isfinite()):
         largest = float(tensor[tensor.isfinite()].abs().max())
         kind = str(form).removeprefix("torch.")
         what = f"{name} holds numbers up to {largest:g}, but the largest {kind} is {torch.finfo(form).max:g}"
@@ -59,17 +60,20 @@ def rounded(name: str, tensor: Tensor, form: torch.dtype, where: str) -> Tensor:
 
 
 def finite(name: str, tensor: Tensor, where: str, hint: str) -> Tensor:
-    """
-    The same tensor. Raises CheckpointError, with its name, where one of its numbers is NaN or infinite.
-
-    The least and the largest number tell it exactly, in a tenth of the time of `isfinite`: 36 ms a GiB on two cores.
-    """
-    holds_numbers = tensor.is_floating_point() and tensor.numel() > 0
-    if holds_numbers and not all(bool(end.isfinite()) for end in torch.aminmax(tensor)):
+    """The same tensor. Raises CheckpointError, with its name, where one of its numbers is NaN or infinite."""
+    if tensor.is_floating_point() and not _is_finite(tensor):
         bad = int((~tensor.isfinite()).sum())
         what = f"{name} holds {bad:,} of {tensor.numel():,} numbers that are NaN or infinite"
         raise CheckpointError(what, where=where, hint=hint)
     return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """
+    The least and the largest number tell it exactly, without memory, and in a tenth of the time of `isfinite`: 36 ms a
+    GiB on two cores.
+    """
+    return tensor.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 
 def check_header(file: Path, hint: str) -> None:

@@ -77,6 +77,35 @@ def test_more_devices_never_need_more_memory_of_each() -> None:
                 assert peaks[1] < peaks[0]
 
 
+@pytest.mark.parametrize("adapters", [None, Lora(rank=8, base_dtype="bfloat16"), Lora(rank=8, base_dtype="nf4")])
+def test_a_lower_stage_of_zero_receives_less_and_holds_more_by_what_it_no_longer_cuts(adapters: Lora | None) -> None:
+    plans = [small(adapters, rows=1, dp_replicate=2, dp_shard=2, zero_stage=stage) for stage in (1, 2, 3)]
+    received = [sum(traffic.num_bytes for traffic in plan.traffic) for plan in plans]
+    assert received[0] < received[1] < received[2]
+    held = [plan.memory.gathered for plan in plans]
+    assert held[0] > held[1] > held[2]
+    whole = sum(tensor.gathered_bytes(plans[0].ask.mesh) for tensor in plans[0].tensors)
+    assert held[0] == whole + 4 * sum(tensor.numbers for tensor in plans[0].tensors if tensor.trained)
+    by = [{(one.collective, one.axis): one.num_bytes for one in plan.traffic} for plan in plans]
+    assert by[0]["all-gather", "dp_shard"] == by[1]["all-gather", "dp_shard"] == whole // 2
+    assert plans[0].facts()["mesh"]["zero_stage"] == 1
+    one, other = plans[0].lines()[1], plans[2].lines()[1]
+    assert one == f"{other}, ZeRO stage 1"
+
+
+def test_a_stage_of_zero_without_shards_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="zero_stage=2 needs several devices of dp_shard"):
+        Mesh(tp=2, zero_stage=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_a_preset_a_stage_of_zero_is_planned_as_with_one(stage: int) -> None:
+    mesh = {"dp_shard": 4, "zero_stage": stage}
+    made = plan(SMALL, 512, card("rtx-4090", 4), finetune=True, num_processes=4, mesh=mesh, tokens=4096)
+    expected = small(rows=1, **mesh).memory.gathered
+    assert made.choice.needs.gathered == pytest.approx(expected, rel=0.15)
+
+
 def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> None:
     adapters = Lora(rank=8, base_dtype="bfloat16")
     D, M, L, V, T, rank = 256, 512, 3, 512, SMALL.context_length, 8

@@ -371,6 +371,8 @@ class TrainSetup:
     devices: int = 1
     shards: int = 0
     """Parts that a whole copy is in, if sharded. 0: as many as devices."""
+    zero_stage: int = 3
+    """What of these parts is together during a step: see `Mesh`."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights that are trained."""
     compiled: bool = False
@@ -618,10 +620,16 @@ def logits_bytes(what: Workload, way: TrainSetup) -> int:
 
 
 def gathered_bytes(what: Workload, way: TrainSetup) -> int:
-    """The block at work, the next block in transfer, and the tables; with their gradients where they are trained."""
+    """
+    The block at work, the next block in transfer, and the tables; with their gradients where they are trained. All
+    blocks, and in stage 1 all gradients, where these stay together during a step.
+    """
     facts, model = cost(what.model, what.vocab_size), what.model
     tables = what.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     block = (facts.parameters - tables) // model.num_layers
+    if way.zero_stage < 3:
+        blocks = int(FROZEN_BYTES.get(way.method, float(way.bytes_per_number)) * (facts.parameters - tables))
+        return blocks + 2 * tables + BYTES * (trained_parameters(what, way) if way.zero_stage == 1 else 2 * block)
     kept = int(2 * FROZEN_BYTES.get(way.method, 2.0) * block + 2 * tables)
     if way.method != "full" or not what.processor:  # gradients of a table are counted with its logits
         return kept

@@ -390,6 +390,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             rank=TrainSetup.rank if lora is None else lora.rank,
             sharded=shards > 1,
             shards=shards if shards > 1 else 0,
+            zero_stage=3 if mesh is None else mesh.zero_stage,
             weight_dtype=config.weight_dtype,
             compiled=config.compile == "on",
         ),

@@ -22,7 +22,7 @@ Speed: the FLOP/s of the spec sheet times LORA_MFU, at 4 FLOP a weight and token
 the links need longer at the rate of the spec sheet, they decide.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -197,7 +197,7 @@ class ShardingPlan:
             "preset": mesh.preset,
             "parameters": cost(ask.model, ask.vocab_size).parameters,
             "trained_parameters": sum(tensor.numbers for tensor in self.tensors if tensor.trained),
-            "mesh": {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp},
+            "mesh": {**mesh.sizes, "zero_stage": mesh.zero_stage},
             "method": "full" if ask.lora is None else "dora" if ask.lora.dora else "lora",
             "base_dtype": "float32" if ask.lora is None else ask.lora.frozen_dtype,
             "device": self.target.name,
@@ -258,7 +258,8 @@ class ShardingPlan:
         text = [
             f"finetune: {mesh.preset}, {facts.parameters / 1e9:,.1f} billion parameters, {self._method()}",
             f"mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} = "
-            f"{counted(mesh.devices, 'device')} of {self.target.name}",
+            f"{counted(mesh.devices, 'device')} of {self.target.name}"
+            f"{'' if mesh.zero_stage == 3 else f', ZeRO stage {mesh.zero_stage}'}",
             f"step: {counted(ask.rows_per_step, 'sequence')} of {ask.model.context_length:,} tokens, {self.rows} at "
             f"once on each device, {counted(self.micro_batches, 'micro-batch', 'micro-batches')}",
             "",
@@ -423,7 +424,8 @@ def _tensor(
         trained=trained,
         optimizer_bytes=kept if trained else 0,
         is_code=is_code,
-        as_it_is=(has_codes and where.unit.startswith("blocks.")) or name.rpartition(".")[0].endswith("norm"),
+        as_it_is=(has_codes and where.unit.startswith("blocks."))
+        or name.rpartition(".")[0].endswith(("norm", "positions")),
     )
 
 
@@ -492,19 +494,27 @@ def _units(tensors: Sequence[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
 
 
 def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
-    """The largest two units that are there together; nothing where dp_shard cuts nothing."""
-    mesh = ask.mesh
+    """
+    The largest two units that are there together, or where `zero_stage` says so, all; nothing where dp_shard cuts
+    nothing.
+    """
+    mesh, units = ask.mesh, _units(tensors)
     if mesh.dp_shard == 1:
         return 0
-    sizes = {
-        unit: sum(
-            tensor.gathered_bytes(mesh) + (BYTES * tensor.gathered_numbers(mesh) if tensor.trained else 0)
-            for tensor in parts
-        )
-        for unit, parts in _units(tensors).items()
+    weights = {unit: sum(tensor.gathered_bytes(mesh) for tensor in parts) for unit, parts in units.items()}
+    gradients = {
+        unit: BYTES * sum(tensor.gathered_numbers(mesh) for tensor in parts if tensor.trained)
+        for unit, parts in units.items()
     }
-    block = max(size for unit, size in sizes.items() if unit.startswith("blocks."))
-    return block + max(block if ask.model.num_layers > 1 else 0, *(sizes.get(unit, 0) for unit in ("embed", "head")))
+
+    def largest_two(sizes: Mapping[str, int]) -> int:
+        block = max(size for unit, size in sizes.items() if unit.startswith("blocks."))
+        other = max(sizes.get(unit, 0) for unit in ("embed", "head"))
+        return block + max(block if ask.model.num_layers > 1 else 0, other)
+
+    if mesh.zero_stage == 3:
+        return largest_two({unit: size + gradients[unit] for unit, size in weights.items()})
+    return sum(weights.values()) + (largest_two(gradients) if mesh.zero_stage == 2 else sum(gradients.values()))
 
 
 def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
@@ -529,23 +539,26 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
     micro_batches = -(-ask.rows_per_device // rows)
     reached: dict[tuple[str, str], float] = {}
 
-    def add(collective: str, axis: str, num_bytes: float, count: int) -> None:
+    def add(collective: str, axis: str, num_bytes: float, count: int, *, once: bool = False) -> None:
         if count > 1 and num_bytes:
-            passes = 2 if collective == "all-reduce" else 1
-            received = micro_batches * passes * num_bytes * (count - 1) / count
+            passes = (2 if collective == "all-reduce" else 1) * (1 if once else micro_batches)
+            received = passes * num_bytes * (count - 1) / count
             reached[collective, axis] = reached.get((collective, axis), 0.0) + received
 
     for unit, parts in _units(tensors).items():
         whole = sum(tensor.gathered_bytes(mesh, ask.matmul_bytes) for tensor in parts)
         # a frozen embedding has no backward pass, and the loss uses the head once for both passes
         again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not model.tie_embeddings)
-        add("all-gather", "dp_shard", whole * (2 if again else 1), mesh.dp_shard)
+        kept = mesh.zero_stage < 3
+        add("all-gather", "dp_shard", whole * (2 if again and not kept else 1), mesh.dp_shard, once=kept)
+    once = mesh.zero_stage == 1
     for tensor in tensors:
         if tensor.trained:
-            add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard)
-            add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate)
+            add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard, once=once)
+            add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate, once=once)
             if tensor.tp is None and (tensor.kind != "sequence" or tensor.name.endswith(("out.bias", "down.bias"))):
-                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp)  # of norms, all have the same
+                whole = BYTES * tensor.gathered_numbers(mesh)
+                add("all-reduce", "tp", whole, mesh.tp, once=once)  # of norms, all have the same
     stream = rows * model.context_length * model.hidden_size * ask.matmul_bytes
     passes = 2 + (ask.activation_checkpointing == "full")
     frozen = ask.lora is not None  # nothing in front of the first layer has a gradient
