@@ -500,7 +500,7 @@ class Lora(Config):
 
     @property
     def frozen_dtype(self) -> Base:
-        """The format that `base_dtype` names. What "auto" stands for is put in its place where the model is known."""
+        """The format that `base_dtype` names. "auto" is replaced once the model is known."""
         assert self.base_dtype != "auto", "the model that says which format auto is was not looked at"
         return self.base_dtype
 
