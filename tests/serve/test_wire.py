@@ -22,8 +22,8 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
-        ({"modalities": ["audio"]}, "modalities", 'this server does not do ["audio"], only ["text"]\nLeave it out.'),
-        ({"tool_choice": "any"}, "tool_choice", 'has to be auto, none, required, or name a function, got "any"'),
+        ({"modalities": ["audio"]}, "modalities", 'this server does not support ["audio"], only ["text"]\nRemove it.'),
+        ({"tool_choice": "any"}, "tool_choice", 'must be auto, none, required, or name a function, got "any"'),
         ({"temperature": 3}, "temperature", "temperature: input should be less than or equal to 2, got 3"),
         ({"stop": 3}, "stop", "stop: input should be a valid string, got 3"),
         ({"seed": "x" * 200}, "seed", f'got "{"x" * 79}…'),

@@ -215,8 +215,8 @@ def test_a_conversation_is_saved_as_lines_of_json(
     ("line", "said"),
     [
         ("/nothing", "there is no command /nothing"),
-        ("/model", "/model: names nothing"),
-        ("/temperature hot", "'hot' is no number from 0 to 100"),
+        ("/model", "/model: needs a value"),
+        ("/temperature hot", "'hot' is not a number from 0 to 100"),
         ("/temperature nan", "'nan' is no number"),
         ("/temperature 101", "'101' is no number"),
     ],

@@ -83,12 +83,12 @@ def test_what_a_run_has_done_itself_comes_before_what_another_has(shards: Path, 
 @pytest.mark.parametrize(
     ("settings", "schedule", "told"),
     [
-        ({"seed": 3}, LEVEL, "was trained with other settings: seed was 0 and is 3\nSay the same"),
+        ({"seed": 3}, LEVEL, "was trained with other settings: seed was 0 and is 3\nUse the same"),
         ({"optimizer": {"kind": "lion"}}, LEVEL, "optimizer.*was.*and is"),
         (
             {},
             {"kind": "cosine", "warmup_steps": 4},
-            "until step 5, and no checkpoint of that part .only: 8.\nA run keeps",
+            "until step 5, but no checkpoint of that part .only: 8.\nA run keeps",
         ),
     ],
 )

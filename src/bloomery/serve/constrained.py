@@ -103,7 +103,7 @@ def _check_multiples(source: str, field: str) -> None:
 
 def _too_many_remainders(field: str) -> DataError:
     what = f"its values of multipleOf need more than {MAX_REMAINDERS:,} states"
-    return DataError(what, where=field, hint="Use smaller values, or leave multipleOf out.")
+    return DataError(what, where=field, hint="Use smaller values, or remove multipleOf.")
 
 
 def object_form(field: str) -> Form:
@@ -217,7 +217,7 @@ def _compiled(tokens: llguidance.LLTokenizer, form: Form) -> llguidance.LLMatche
         problem = str(error)
     if problem:
         what = f"this form cannot be compiled: {shorten(problem)}"
-        raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.")
+        raise DataError(what, where=form.field, hint="Correct it, or remove the named part.")
     return matcher
 
 
@@ -246,7 +246,7 @@ class FormConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             what = f"an answer of this form takes too much work: {shorten(self._matcher.get_error())}"
-            raise DataError(what, where=self._form.field, hint="Make it simpler.")
+            raise DataError(what, where=self._form.field, hint="Simplify it.")
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------

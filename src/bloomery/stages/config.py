@@ -65,7 +65,9 @@ def _is_a_folder(name: str) -> str:
     if problem := path_problem(name):
         raise ValueError(problem)
     if name.endswith(".") or WINDOWS_DEVICE.fullmatch(name):
-        raise ValueError(f"Windows has no folder {name!r}, and a run folder may move there: take another name")
+        raise ValueError(
+            f"Windows allows no folder named {name!r}, and a run folder may move there: choose another name"
+        )
     return name
 
 
@@ -85,7 +87,7 @@ class Fetch(Parallel):
     def _names_differ(self) -> "Fetch":
         names = [source.name for source in self.sources]
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, and so would their documents' ids")
+            raise ValueError(f"two sources have the name {twice[0]!r}, so their documents would have the same IDs")
         return self
 
 
@@ -115,7 +117,7 @@ class ClassifierTraining(Config):
     def _ngrams_ascend(self) -> "ClassifierTraining":
         for gram_range in (self.ngrams, self.character_ngrams):
             if gram_range is not None and gram_range[0] > gram_range[1]:
-                raise ValueError(f"ngrams are shortest, longest; got {gram_range}")
+                raise ValueError(f"ngrams must be [shortest, longest], got {gram_range}")
         return self
 
 
@@ -169,7 +171,7 @@ class Labeled(ClassifierTraining):
     @model_validator(mode="after")
     def _labels_differ(self) -> "Labeled":
         if both := set(self.positive) & set(self.negative):
-            raise ValueError(f"the label {min(both, key=str)!r} is positive and negative")
+            raise ValueError(f"the label {min(both, key=str)!r} is both positive and negative")
         if self.negative_below is not None and self.positive_from is None:
             raise ValueError(f"negative_below={self.negative_below} needs positive_from too")
         if self.negative_below is not None and self.negative_below > (self.positive_from or 0.0):
@@ -209,7 +211,7 @@ class Classify(ClassifierTraining):
             key for key in (*ClassifierTraining.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)
         ]
         if self.classifiers and moved:
-            raise ValueError(f"{moved[0]} belongs into [[classify.classifiers]] where classifiers are named")
+            raise ValueError(f"{moved[0]} belongs in [[classify.classifiers]] if classifiers are named")
         return self
 
     @property
@@ -337,7 +339,7 @@ class Dedup(Parallel):
     def _preset_is_not_contradicted(self) -> "Dedup":
         for name, value in DEDUP_PRESETS[self.preset].items():
             if getattr(self, name) != value:
-                raise ValueError(f"the preset {self.preset} says {name}={value!r}; leave out one of the two")
+                raise ValueError(f"the preset {self.preset} sets {name}={value!r}; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -345,7 +347,9 @@ class Dedup(Parallel):
         if self.num_perm % self.num_bands:
             most = min(self.num_bands, self.num_perm)
             near = next(number for number in range(most, 0, -1) if self.num_perm % number == 0)
-            raise ValueError(f"{self.num_perm} permutations are not {self.num_bands} equal bands; {near} would do")
+            raise ValueError(
+                f"{self.num_perm} permutations do not divide into {self.num_bands} equal bands; use {near}"
+            )
         return self
 
 
@@ -393,7 +397,7 @@ class Shard(Parallel):
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Shard":
         if self.imported is not None and (self.weights or self.anneal or self.tokens):
-            raise ValueError("weights, anneal and tokens are for documents, and imported takes token files as they are")
+            raise ValueError("weights, anneal and tokens apply to documents, but imported uses token files as they are")
         no_domain_twice("weights", [weight.domain for weight in self.weights])
         return self
 
@@ -508,8 +512,8 @@ class Evaluate(Config):
         ]
         if runs and not self.run_code:
             raise ValueError(
-                f"tasks has {runs[0]}, which runs code that the model writes, and nobody has allowed that: say "
-                "evaluate.run_code=true, or leave the task out"
+                f"tasks has {runs[0]}, which runs code that the model writes and is not allowed: set "
+                "evaluate.run_code=true, or remove the task"
             )
         return self
 
@@ -524,7 +528,7 @@ def check_named_paths(section: str, config: Config) -> None:
         path: Path | None = getattr(config, name, None)
         is_kind = os.path.isfile if kind == "file" else os.path.isdir
         if path is not None and not is_kind(path.expanduser()):
-            hint = f"Name a {kind} that is there, or leave {section}.{name} out."
+            hint = f"Use an existing {kind}, or remove {section}.{name}."
             raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)
 
 

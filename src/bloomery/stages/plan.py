@@ -79,14 +79,14 @@ class Wish:
     def of_mesh(self, mesh: Mesh) -> tuple[Machine, float | None]:
         """The devices of a mesh, and the bytes a second of their links where those are known. Raises ConfigError."""
         if self.devices not in (None, mesh.devices):
-            what = f"{self.devices} devices were asked for, and dp_replicate x dp_shard x tp is {mesh.devices}"
-            raise ConfigError(what, where="finetune.mesh", hint="Leave out --devices, or change the mesh.")
+            what = f"{self.devices} devices were requested, but dp_replicate x dp_shard x tp is {mesh.devices}"
+            raise ConfigError(what, where="finetune.mesh", hint="Remove --devices, or change the mesh.")
         if name := self.device or (None if self.memory_bytes else mesh.device):
             entry = named(name, self.memory_bytes)
             return of_entry(entry, mesh.devices, self.memory_bytes), entry.link
         if self.memory_bytes is None:
-            hint = 'Set device="...", or say --device or --memory.'
-            raise ConfigError("no device is named", where="finetune.mesh", hint=hint)
+            hint = 'Set device="...", or pass --device or --memory.'
+            raise ConfigError("no device is set", where="finetune.mesh", hint=hint)
         return of_memory(self.memory_bytes, mesh.devices), None
 
 

@@ -576,7 +576,7 @@ class TerminalChat:
                 earlier, self._before = self._before, self.messages
                 self._begin(earlier, f"the earlier conversation of {counted(len(earlier), 'message')}")
             case "restore":
-                raise ConfigError("there is no earlier conversation", where="/restore", hint="/reset keeps one.")
+                raise ConfigError("there is no earlier conversation", where="/restore", hint="/reset saves one.")
             case "again" if self._unanswered:
                 self.say(self._unanswered)
             case "again":
@@ -589,7 +589,7 @@ class TerminalChat:
             case "save" if value:
                 self._save(Path(value))
             case "model" | "save":
-                raise ConfigError("names nothing", where=f"/{name}", hint="/help shows how it is written.")
+                raise ConfigError("needs a value", where=f"/{name}", hint="/help shows its syntax.")
             case _:
                 raise ConfigError(f"there is no command /{readable(name)}", hint="/help lists them.")
 
@@ -614,7 +614,7 @@ def temperature(value: str) -> dict[str, Any]:
     except ValueError:
         number = -1.0
     if not low <= number <= high:
-        raise ConfigError(f"{value!r} is no number from {low:g} to {high:g}", where="/temperature")
+        raise ConfigError(f"{value!r} is not a number from {low:g} to {high:g}", where="/temperature")
     return {"temperature": number, "unset": frozenset()}
 
 

@@ -286,7 +286,7 @@ class Mesh(Config):
             hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
             raise ValueError(f"preset: there is no preset {self.preset!r}; {hint}")
         if self.devices > 1024:
-            raise ValueError(f"{self.devices:,} devices, and no plan is for more than 1,024")
+            raise ValueError(f"a plan is for at most 1,024 devices, not {self.devices:,}")
         return self
 
 
@@ -440,7 +440,7 @@ class Training(Config):
         decay = getattr(self.schedule, "decay_steps", None) or 0
         if decay and warmup + decay > self.steps:
             raise ValueError(
-                f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; say a decay "
+                f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; set a decay "
                 f"of at most {self.steps - warmup}"
             )
         return self
@@ -449,11 +449,11 @@ class Training(Config):
     def _weights_are_multiplied_as_they_are(self) -> "Training":
         if self.weight_dtype == "bfloat16" and self.precision not in ("auto", "bfloat16"):
             raise ValueError(
-                f'weight_dtype="bfloat16" multiplies in bfloat16, not in {self.precision}: leave out one of the two'
+                f'weight_dtype="bfloat16" multiplies in bfloat16, not in {self.precision}: remove one of the two'
             )
         if self.weight_dtype == "bfloat16" and getattr(self, "lora", None) is not None:
             raise ValueError(
-                'weight_dtype is of weights that are trained, and lora freezes them: set lora.base_dtype="bfloat16"'
+                'weight_dtype applies to trained weights, and lora freezes them: set lora.base_dtype="bfloat16"'
             )
         return self
 
@@ -466,7 +466,7 @@ class Training(Config):
             if not rate * decay < 1:
                 raise ValueError(
                     f"optimizer.{name}={rate:g} times weight_decay={decay:g} is {rate * decay:.3g}, no less than 1: "
-                    "each step would turn weights to zero or to the other sign"
+                    "each step would set weights to zero or flip their sign"
                 )
         return self
 
@@ -539,9 +539,9 @@ class Finetune(Training, Adapters):
     @model_validator(mode="after")
     def _has_one_length(self) -> "Finetune":
         if self.steps and self.epochs is not None:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; leave out one of the two")
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; remove one of them")
         if not self.steps and self.epochs is None:
-            raise ValueError("sets no length of training: set epochs, such as epochs=3, or steps")
+            raise ValueError("the length of training is missing: set epochs, such as epochs=3, or steps")
         return self
 
     @property

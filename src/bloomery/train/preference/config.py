@@ -125,23 +125,27 @@ class Prefer(Training, Adapters):
     def _something_to_learn_from(self) -> "Prefer":
         draws = isinstance(self.loss, Grpo)
         if draws and self.pairs:
-            raise ValueError('pairs are for other losses; with loss.kind = "grpo" say loss.problems')
+            raise ValueError('pairs are for other losses; with loss.kind = "grpo" set loss.problems')
         if not draws and not self.pairs:
             raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
         names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
+            raise ValueError(f"two sources have the name {twice[0]!r}, give each its own name")
         return self
 
     @model_validator(mode="after")
     def _nothing_is_dropped(self) -> "Prefer":
         """A ratio to what was computed without dropout would be of the dropout."""
         if self.lora is not None and self.lora.dropout:
-            raise ValueError(f"lora.dropout = {self.lora.dropout}: probabilities are compared here; leave it at 0")
+            raise ValueError(
+                f"lora.dropout = {self.lora.dropout} adds noise, but this loss compares probabilities; set it to 0"
+            )
         return self
 
     @model_validator(mode="after")
     def _only_what_is_minimized(self) -> "Prefer":
         if self.z_loss:
-            raise ValueError(f"z_loss = {self.z_loss} is of the cross entropy, which is not minimized here")
+            raise ValueError(
+                f"z_loss = {self.z_loss} applies to cross entropy, which this loss does not use; set it to 0"
+            )
         return self
