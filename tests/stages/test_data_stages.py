@@ -268,7 +268,7 @@ def test_a_domain_that_no_document_has_is_named(
     done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filtering.run(build(Filter, {"rules": [{"kind": "length", "domains": ["wbe"]}]}), done[0], tmp_path)
-    assert "no document has the domain 'wbe'; there are code, web" in capsys.readouterr().err
+    assert "no document has the domain 'wbe'; the domains are code, web" in capsys.readouterr().err
 
 
 def test_nothing_left_is_an_error_that_names_the_reasons(

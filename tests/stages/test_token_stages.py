@@ -133,7 +133,7 @@ def test_sentencepiece_is_a_kind_of_the_stage(inputs: dict[str, Path], tmp_path:
 
 
 def test_no_documents_make_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)no documents are left.*filter less"):
+    with pytest.raises(DataError, match=r"(?s)no documents are left.*loosen the filter"):
         stage.run(ByteBpe(), laid_out(tmp_path, []), tmp_path / "out")
     held = [row for row in ROWS if is_held_out(row["text"], LARGEST_SHARE)][:2]
     with pytest.raises(DataError, match=r"(?s)all of its 2 documents are among the share of 0\.1 .*separator="):

@@ -104,7 +104,7 @@ def test_a_run_that_differs_in_more_than_its_length_is_refused_by_name(
 def test_a_run_on_other_shards_is_refused_without_a_word_of_removing_it(shards: Path, tmp_path: Path) -> None:
     run(shards, tmp_path / "level", 8, LEVEL)
     made = session(shards, tmp_path / "other", steps=12, schedule=LEVEL, **FREE)
-    with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nGo on from a run on the same data"):
+    with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nContinue a run on the same data"):
         extension.bring(
             tmp_path / "level",
             made.config,

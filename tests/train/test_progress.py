@@ -39,11 +39,11 @@ def state(**given: Any) -> State:
         ),
         ({}, math.nan, "the validation loss is nan"),
         ({}, math.inf, "the validation loss is inf"),
-        ({"guard": SpikeStats(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "went back 3 times"),
+        ({"guard": SpikeStats(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "rolled back 3 times"),
         (
             {"guard": SpikeStats(skipped=31, rollbacks=[[20, 0], [30, 10], [50, 20]])},
             6.2,
-            "31 of 60 steps were skipped, and only 10 are left",
+            "31 of 60 steps were skipped, and only 10 remain",
         ),
     ],
 )

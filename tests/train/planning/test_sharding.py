@@ -203,7 +203,7 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["finetune.num_processes=4"], "finetune.mesh: the mesh dp_replicate 1 x dp_shard 8 x tp 1 is of 8 processes"),
+        (["finetune.num_processes=4"], "finetune.mesh: the mesh dp_replicate 1 x dp_shard 8 x tp 1 needs 8 processes"),
         (["finetune.optimizer.kind=adamw8bit"], 'optimizer.kind="adamw8bit" does not work with a mesh'),
         (["finetune.mesh.tp=8", "finetune.mesh.dp_shard=1", "finetune.sample_every=5"], "sample_every does not work"),
         (["finetune.parallelism=fsdp"], "both say how ranks share the model"),
