@@ -1,5 +1,5 @@
 """
-The GPUs of a machine, as its kernel, its bus and, inside Windows, its tools tell. Nothing is asked of torch.
+The GPUs of a machine, as reported by its kernel, its bus and, under Windows, its tools. Nothing is asked of torch.
 
 Sources: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (nodes), the NVIDIA driver's files below /proc/driver/nvidia.
 """

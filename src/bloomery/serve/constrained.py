@@ -1,5 +1,5 @@
 """
-Answers of a given form: JSON, a JSON Schema, a regular expression, one of some texts, a grammar, or the call of a tool.
+Structured output: JSON, a JSON Schema, a regular expression, a choice of texts, a grammar, or a tool call.
 
 The package llguidance compiles a form to a matcher over the model's tokens. Before each token it names the tokens that
 may follow. What is sampled is then always the beginning of a text of that form.

@@ -1,5 +1,5 @@
 """
-Models behind HTTP: what the `openai` client speaks, and the page to talk to them.
+The HTTP server: OpenAI's API for models, and the chat page.
 
     GET  /                      the page, with /static/*
     GET  /v1/models             every model of every run folder

@@ -1,5 +1,5 @@
 """
-Stage fetch: documents from every source into one folder, whole; what cannot be one goes to rejected/.
+Stage fetch: read whole documents from every source; input that cannot be a document goes to rejected/.
 
 Each piece of a source (a file, or a group of small ones) is a part that one worker reads. A source with a limit takes
 rounds, until its first pieces are known to reach the limit. A worker then reads the piece in which that happens once

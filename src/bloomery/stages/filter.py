@@ -1,4 +1,4 @@
-"""Stage filter: rules, then limits on scores. Every document goes to kept/ or, with its reason, to dropped/."""
+"""Stage filter: rules, then thresholds on scores. Every document goes to kept/ or, with its reason, to dropped/."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
 """
-What a model in training writes: continuations and answers to look at, and answers that get rewards.
+Texts that a model generates during training: samples to look at, and answers that get rewards.
 
 Both come from the same engine, between two steps of the loop.
 """

@@ -1,4 +1,4 @@
-"""The stage `tokenizer`: documents -> a tokenizer, trained or imported, and how well it does by domain and language."""
+"""The stage `tokenizer`: documents -> a tokenizer, trained or imported, with measurements by domain and language."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 """
-Starting of ranks: one function, on each of several processes that train a model together.
+Start ranks: one function in each of several processes that train a model together.
 
     function(task, world) -> what there is to say about it
 

@@ -1,5 +1,5 @@
 """
-Whether a training learns. One that does not ends with an error, and its stage is not done. Needs no torch.
+Check whether training learns. If it does not, it ends with an error, and its stage is not done. Needs no torch.
 
     rollbacks     the run went back `MOST` times in a row and each time no further than before, or
                   it went back so often, and skipped more steps than it kept

@@ -1,4 +1,4 @@
-"""Models out of this house and into it: `bloomery export` and `bloomery import`."""
+"""Write models for other programs and read theirs: `bloomery export` and `bloomery import`."""
 
 import shutil
 from collections.abc import Iterator, Mapping
