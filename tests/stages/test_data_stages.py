@@ -309,7 +309,7 @@ def test_a_full_disk_leaves_no_torn_part_and_the_next_attempt_is_whole(
 
 
 def test_bands_that_do_not_divide_are_an_error_with_one_that_does() -> None:
-    with pytest.raises(ConfigError, match="112 permutations do not divide into 15 equal bands; use 14"):
+    with pytest.raises(ConfigError, match="112 permutations do not make 15 equal bands; use 14"):
         build(Dedup, {"num_bands": 15})
     with pytest.raises(ConfigError, match=r"ngrams must be \[shortest, longest\]"):
         build(Classify, {"ngrams": [3, 1]})

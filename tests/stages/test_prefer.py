@@ -223,7 +223,7 @@ def test_checkpoints_of_other_pairs_are_refused(
     ("given", "match"),
     [
         ({}, "needs pairs"),
-        ({"pairs": [{"kind": "worlds"}], "lora": {"dropout": 0.1}}, "compares probabilities"),
+        ({"pairs": [{"kind": "worlds"}], "lora": {"dropout": 0.1}}, "adds noise to probabilities"),
         ({"pairs": [{"kind": "worlds"}], "z_loss": 1e-4}, "this loss does not use"),
         ({"pairs": [{"kind": "worlds"}, {"kind": "worlds"}]}, "two sources have the name"),
         ({"loss": {"kind": "grpo"}}, "problems"),

@@ -183,7 +183,7 @@ def test_a_rate_that_throws_every_step_away_ends_early_and_again_when_it_is_run_
 ) -> None:
     settings: dict[str, Any] = {"steps": 60, "eval_every": 50, "schedule": {"kind": "constant"}}
     for _ in range(2):
-        with pytest.raises(RunError, match="nothing was learned: the run rolled back 3 times"):
+        with pytest.raises(RunError, match="nothing was learned: it rolled back 3 times"):
             unlimited(shards, tmp_path, **settings, optimizer=dict(ABSURD)).run()
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "checkpoints").is_dir()

@@ -44,9 +44,7 @@ class StoppedError(RunError):
     """An answer that ended before its end, because the client hung up or the server closes."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "the answer was stopped", hint="The server is shutting down. Start it again and repeat the request."
-        )
+        super().__init__("the answer was stopped", hint="The server is closing. Start it, and repeat the request.")
 
 
 @dataclass(frozen=True, kw_only=True)

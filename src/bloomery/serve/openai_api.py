@@ -364,9 +364,7 @@ class ChatRequest(SamplingRequest):
         tools, calls = _tools(self.tools, self.tool_choice)
         form = self.form()
         if calls == "required" and form is not None:
-            raise DataError(
-                "requests a form, but tool_choice requests a call", where=form.field, hint="Remove one of them."
-            )
+            raise DataError("asks for a form, but tool_choice for a call", where=form.field, hint="Remove one of them.")
         return Asked(
             sampling=self.sampling(),
             messages=messages,

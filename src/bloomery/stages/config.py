@@ -65,9 +65,7 @@ def _is_a_folder(name: str) -> str:
     if problem := path_problem(name):
         raise ValueError(problem)
     if name.endswith(".") or WINDOWS_DEVICE.fullmatch(name):
-        raise ValueError(
-            f"Windows allows no folder named {name!r}, and a run folder may move there: choose another name"
-        )
+        raise ValueError(f"Windows allows no folder {name!r}, and a run folder may move there: choose another name")
     return name
 
 
@@ -347,9 +345,7 @@ class Dedup(Parallel):
         if self.num_perm % self.num_bands:
             most = min(self.num_bands, self.num_perm)
             near = next(number for number in range(most, 0, -1) if self.num_perm % number == 0)
-            raise ValueError(
-                f"{self.num_perm} permutations do not divide into {self.num_bands} equal bands; use {near}"
-            )
+            raise ValueError(f"{self.num_perm} permutations do not make {self.num_bands} equal bands; use {near}")
         return self
 
 

@@ -276,9 +276,7 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     if (stuck := _stuck(codes)) and not stop.asked:
         names = " and ".join(f"rank {rank} (process {processes[rank].pid})" for rank in stuck)
         what = f"{names} stopped responding, and the other ranks stopped waiting after {distributed.GPU_SILENCE}"
-        raise RunError(
-            what, hint="Check its GPU with `bloomery doctor` and the kernel's log. Then run the command again."
-        )
+        raise RunError(what, hint="Check its GPU with `bloomery doctor` and the kernel's log. Then run it again.")
     failures = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
     if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
         failures = [

@@ -164,9 +164,7 @@ def check_rollbacks(name: str, step: int, past: SpikeStats) -> None:
         return
     if latest[-1][1] <= latest[0][1]:
         after = ", ".join(str(one[0]) for one in latest)
-        what = (
-            f"the run rolled back {MOST} times (after steps {after}), and never got past step {latest[0][1]} for good"
-        )
+        what = f"it rolled back {MOST} times (after steps {after}), and never got past step {latest[0][1]} for good"
         raise _error(name, step, what)
     kept = step - past.num_given_up
     if past.skipped > kept:

@@ -155,10 +155,7 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
         model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
         devices.give_back_memory()
         rows = (rows + 1) // 2
-        info(
-            f"memory ran out: from this step on, {rows} sequences go through the model at once, of the same batch",
-            "yellow",
-        )
+        info(f"memory ran out: from now on, {rows} sequences go through the model at once, of the same batch", "yellow")
 
 
 class AgreedOutOfMemoryError(RuntimeError):

@@ -130,7 +130,7 @@ class Prefer(Training, Adapters):
             raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
         names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, give each its own name")
+            raise ValueError(f"two sources have the name {twice[0]!r}; give each its own name")
         return self
 
     @model_validator(mode="after")
@@ -138,14 +138,12 @@ class Prefer(Training, Adapters):
         """A ratio to what was computed without dropout would be of the dropout."""
         if self.lora is not None and self.lora.dropout:
             raise ValueError(
-                f"lora.dropout = {self.lora.dropout} adds noise, but this loss compares probabilities; set it to 0"
+                f"lora.dropout = {self.lora.dropout} adds noise to probabilities of this loss; set it to 0"
             )
         return self
 
     @model_validator(mode="after")
     def _only_what_is_minimized(self) -> "Prefer":
         if self.z_loss:
-            raise ValueError(
-                f"z_loss = {self.z_loss} applies to cross entropy, which this loss does not use; set it to 0"
-            )
+            raise ValueError(f"z_loss = {self.z_loss} is for cross entropy, which this loss does not use; set it to 0")
         return self
