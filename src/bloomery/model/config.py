@@ -112,7 +112,7 @@ class LinearScaling(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
-    """How many times the context is longer."""
+    """Factor by which the context is longer."""
 
 
 class Llama3Scaling(Config):
@@ -156,7 +156,7 @@ class YarnScaling(Config):
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
-    """How many times the context is longer."""
+    """Factor by which the context is longer."""
     original_context_length: Context
     """Context that the weights were trained with."""
     beta_fast: Frequency = 32.0

@@ -125,7 +125,7 @@ ClassifierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 class Contrast(ClassifierTraining):
     """
     The fetched documents against damaged copies: shuffled words, cut lines, repeated phrases, broken characters, and
-    spam instead of the text. A copy is as long as its document, so length tells nothing. A score is the probability
+    spam instead of the text. A copy is as long as its document, so length gives no hint. A score is the probability
     that a text is worth keeping.
     """
 
@@ -186,7 +186,7 @@ class Classify(ClassifierTraining):
     """
 
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
-    """Several named classifiers, in place of a single one."""
+    """Several named classifiers, instead of a single one."""
     labeled: DiskPath | None = None
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
@@ -232,13 +232,13 @@ class MinScore(Config):
 
 class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
-    """Rules, in this order. The first that a document breaks is its reason. A preset stands for its rules."""
+    """Rules, in this order. The first rule that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
     """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
-    """Other limits for some domains."""
+    """Other thresholds for some domains."""
     thresholds: ThresholdTable = ()
-    """Limits for any classifier, in this order after those above. Or the name of a preset, "seed-1386"."""
+    """Thresholds for any classifier, in this order after `min_score`. Or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
     @classmethod
@@ -301,8 +301,8 @@ class Dedup(Parallel):
 
     preset: Literal["seed-1386"] | None = None
     """
-    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
-    settings; one of them that says something else is an error.
+    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It replaces these settings.
+    Another value of one of them is an error.
     """
     num_perm: Annotated[int, Between(1, 2**14, MINIMA)] = 112
     """Number of minima in a signature."""
@@ -317,7 +317,7 @@ class Dedup(Parallel):
     verify: bool = True
     """Whether to drop a document only if a kept document is similar enough. Otherwise a shared band suffices."""
     threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
-    """With `verify`: the exact Jaccard with the kept document from which on a document is a duplicate."""
+    """With `verify`: minimum exact Jaccard similarity of a duplicate with the kept document."""
     seed: Seed = 0
     """Seed of the hash functions."""
     decontaminate: Decontaminate | None = None
@@ -367,7 +367,7 @@ class Shard(Parallel):
     imported: ImportedShards | None = None
     """Train on existing token files in place of documents."""
     weights: tuple[DomainWeight, ...] = ()
-    """The mix leaves out domains without a weight. Empty: all domains in their own proportion."""
+    """The mix leaves out domains without a weight. Empty: all domains in their natural proportions."""
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02

@@ -85,7 +85,7 @@ class BatchLoss(NamedTuple):
     """What came of a global batch, whose gradient is in the weights."""
 
     loss: float
-    """The mean over what the loss function counts; for the plain one, the cross entropy in nats a token."""
+    """The mean over what the loss function counts; for the plain one, the cross entropy in nats per token."""
     num_tokens: int
     """Supervised tokens."""
     metrics: dict[str, float]

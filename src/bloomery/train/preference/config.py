@@ -23,7 +23,7 @@ class Dpo(Config):
     beta: Beta = 0.1
     """Strength of the penalty for leaving the reference π₀."""
     smoothing: Annotated[float, Between(0, 0.49, "it is a share of less than half")] = 0.0
-    """Share ε of pairs that are taken to be the wrong way round: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
+    """Share ε of pairs that are treated as reversed: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
 
 
 class Ipo(Config):
@@ -71,7 +71,7 @@ class Grpo(Config):
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     """Temperature at which answers are sampled."""
     marked: bool = False
-    """Whether a right answer has to say its number after ####; else the last number counts."""
+    """Whether a right answer must have its number after ####. Otherwise the last number counts."""
     clip: InnerShare = 0.2
     """ε"""
     kl_coef: LossFactor = 0.04
@@ -137,9 +137,7 @@ class Prefer(Training, Adapters):
     def _nothing_is_dropped(self) -> "Prefer":
         """A ratio to what was computed without dropout would be of the dropout."""
         if self.lora is not None and self.lora.dropout:
-            raise ValueError(
-                f"lora.dropout = {self.lora.dropout} adds noise to probabilities of this loss; set it to 0"
-            )
+            raise ValueError(f"lora.dropout = {self.lora.dropout} adds noise to probabilities; set it to 0")
         return self
 
     @model_validator(mode="after")
