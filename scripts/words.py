@@ -68,7 +68,10 @@ WORDS = (
         r"\bproducts?\b",
         "matmuls",
         ("model", "train", "hw", "weights", "generate"),
-        ((r"products\.(hpp|cpp|so)|products_\w+\.hpp|products-\w+", "the name of a native source file"),),
+        (
+            (r"(inner|dot|outer) products?", "the term of linear algebra"),
+            (r"products\.(hpp|cpp|so)|products_\w+\.hpp|products-\w+", "the name of a native source file"),
+        ),
     ),
     Word("processor", r"\bprocessors?\b", "CPU"),
     Word(

@@ -224,7 +224,7 @@ def test_a_share_is_drawn_as_long_as_it_is() -> None:
 
 
 def test_questions_that_test_copying_are_said_to() -> None:
-    assert "library's questions test copying" in Checked(render(full())).seen
+    assert "Library questions test copying" in Checked(render(full())).seen
     report = full()
     report["answers"]["by_kind"] = {"sum": report["answers"]["by_kind"]["sum"]}
     assert "test copying" not in Checked(render(report)).seen

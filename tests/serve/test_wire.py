@@ -127,7 +127,7 @@ def test_half_a_character_is_refused_where_it_stands(field: str, text: str) -> N
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_what_is_no_number_of_json_is_refused(number: str) -> None:
     body = f'{{"model": "m", "messages": [], "metadata": {{"a": {number}}}}}'
-    with pytest.raises(DataError, match=f"{number} is no number"):
+    with pytest.raises(DataError, match=f"{number} is not a JSON number"):
         openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
 
 

@@ -92,7 +92,7 @@ def speaking(base: Loaded, tuned: Loaded) -> Loaded:
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    The scores of the tasks of the table, and CORE, over all questions, those that stand in the training text, and the
+    The scores of the tasks of the table, and CORE, over all questions, those that occur in the training text, and the
     others. Writes tasks.jsonl, a line for every question.
     """
     if not config.tasks:

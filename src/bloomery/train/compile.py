@@ -427,7 +427,7 @@ class _Kinds:
         elif kind not in self.seen | self.refused:
             self.refused.add(kind)
             several = "" if mask.segments is None else " with several documents"
-            info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, and run by the plain blocks")
+            info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, so plain blocks compute them")
         return kind in self.seen
 
 
