@@ -1,8 +1,8 @@
 """
-The numbers and answers of README.md, from benchmarks/results and a finished demo.
+The numbers of PAGES and the answers in README.md, from benchmarks/results and a finished demo.
 
     python scripts/readme.py                     name each number that differs from the results; exit with 1 if one does
-    python scripts/readme.py --write             put the numbers of the results into README.md
+    python scripts/readme.py --write             put the numbers of the results into PAGES
     python scripts/readme.py --run runs/demo     put what the demo's model answers into README.md
 
 A number stands between `<!-- =NAME -->` and `<!-- / -->`, and its NAME is a key of `numbers`. A number without marks
@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tree import between
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "do" / "plan-cost-and-time.md")
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- =(?P<name>[a-z-]+) -->)(?P<value>[^<]*)(<!-- / -->)")
 
@@ -31,22 +33,24 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--run", type=Path, metavar="RUN", help="the run folder of a demo that is done")
     options = parser.parse_args()
-    before, values = README.read_text(encoding="utf-8"), numbers()
-    stale = changes(before, values)
+    before, values = {page: page.read_text(encoding="utf-8") for page in PAGES}, numbers()
+    stale = changes("".join(before.values()), values)
     if options.write or options.run:
-        after = MARKED.sub(lambda mark: f"{mark[1]}{values[mark['name']]}{mark[4]}", before)
         answers = f"```text\n{conversation(options.run)}```\n" if options.run else None
-        README.write_text(between(after, "transcript", answers) if answers else after, encoding="utf-8")
+        for page, text in before.items():
+            after = MARKED.sub(lambda mark: f"{mark[1]}{values[mark['name']]}{mark[4]}", text)
+            after = between(after, "transcript", answers) if answers and page == README else after
+            page.write_text(after, encoding="utf-8")
     elif stale:
         print(*stale, "To fix: python scripts/readme.py --write", sep="\n")
         sys.exit(1)
 
 
 def changes(page: str, values: Mapping[str, str]) -> list[str]:
-    """What is wrong with the marked numbers of a page: each has the value of the results, and none is left out."""
+    """What is wrong with the marked numbers of the pages: each has the value of the results, and none is left out."""
     marks = {mark["name"]: mark["value"] for mark in MARKED.finditer(page)}
     return [
-        f"README.md: {name} is {marks.get(name, 'not there')!r}, and {values.get(name, 'not there')!r} by the results"
+        f"{name} is {marks.get(name, 'not there')!r}, and {values.get(name, 'not there')!r} by the results"
         for name in sorted({*marks, *values})
         if marks.get(name) != values.get(name)
     ]
@@ -62,9 +66,15 @@ def numbers() -> dict[str, str]:
     demo, answers, target = result("demo"), result("answers"), result("to_target")
     dedup, kills = result("dedup"), result("kill_runs")
     rates = [run["megabytes_per_second"] for run in dedup["notes"]["runs"]]
-    return {
+    right, gpu = demo["notes"]["answers"], result("gpu_h100")["notes"]["demo"]
+    film = re.search(r"make demo · (\d+) min", (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8"))
+    return cpu_hours() | {
         "demo-minutes": f"{demo['notes']['seconds'] / 60:.0f} minutes",
-        "demo-questions": str(demo["notes"]["answers"]["n"]),
+        "demo-recorded": f"{film[1] if film else '?'} minutes",
+        "demo-gpu": f"{gpu['seconds']} seconds",
+        "demo-right": "{:.0f} % ({:.0f} to {:.0f} %)".format(*(100 * x for x in (right["exact"], *right["interval"]))),
+        "demo-right-gpu": gpu["right"].partition(" of ")[0],
+        "demo-questions": str(right["n"]),
         "answers-text": f"{answers['pretrain']['tokens'] / 1e6:.1f} million",
         "answers-conversations": f"{answers['finetune']['tokens'] / 1e6:.1f} million",
         "answers-minutes": f"{(answers['seconds']['pretrain'] + answers['seconds']['finetune']) / 60:.0f} minutes",
@@ -80,6 +90,35 @@ def numbers() -> dict[str, str]:
         "kills": f"{kills['ours']['value']} times",
         "kill-files": f"{kills['notes']['files_compared']} output files",
     }
+
+
+def cpu_hours() -> dict[str, str]:
+    """Speed on a CPU by model size, and what 20 tokens for each parameter then take."""
+    demo, answers, target, step = result("demo"), result("answers"), result("to_target"), result("train_step")
+    recipe = tomllib.loads((ROOT / "recipes" / "demo.toml").read_text(encoding="utf-8"))["pretrain"]
+    tokens = recipe["steps"] * recipe["global_batch_tokens"]
+    per_second = [
+        case["programs"]["ours"]["tokens_per_second"] for case in step["notes"]["cases"] if case["threads"] == 2
+    ]
+    notes = target["notes"]
+    rows = {  # parameters, tokens a second, cores
+        "demo": (4.0e6, tokens / demo["notes"]["seconds_by_stage"]["pretrain"], 2),
+        "answers": (
+            answers["pretrain"]["parameters"],
+            answers["pretrain"]["tokens"] / answers["seconds"]["pretrain"],
+            1,
+        ),
+        "target": (notes["parameters"]["ours"], 450 * notes["global_batch_tokens"] / notes["seconds"]["ours"], 1),
+        "gpt": (124_439_808, max(rate for rate in per_second if rate < 2000), 2),
+    }
+    found = {}
+    for name, (parameters, speed, cores) in rows.items():
+        hours = 20 * parameters / speed * cores / 3600
+        found[f"cpu-{name}-speed"] = f"{speed:,.0f}"
+        found[f"cpu-{name}-tokens"] = f"{20 * parameters / 1e6:,.0f} million"
+        found[f"cpu-{name}-hours"] = f"{hours:,.0f}"
+        found[f"cpu-{name}-time"] = f"{hours / 2:.1f} hours" if hours < 100 else f"{hours / 48:.0f} days"
+    return found
 
 
 def shares(*peers: str) -> str:

@@ -70,21 +70,10 @@ WORDS = (
         ("model", "train", "hw", "weights", "generate"),
         (
             (r"(inner|dot|outer) products?", "the term of linear algebra"),
-            (r"product, scales coded", "a key in the result of a kernel trial"),
             (r"products\.(hpp|cpp|so)|products_\w+\.hpp|products-\w+", "the name of a native source file"),
         ),
     ),
-    Word(
-        "processor",
-        r"\bprocessors?\b",
-        "CPU",
-        allowed=(
-            (r"[Ll]ogits ?[Pp]rocessors?", "a class of transformers"),
-            (r"processor_?name|model name", "a field of /proc"),
-            (r"host\.processor", "a field of Host"),
-            (r"[Cc]o-processors?", "a class of PCI devices"),
-        ),
-    ),
+    Word("processor", r"\bprocessors?\b", "CPU"),
     Word(
         "scores of a model",
         r"\bscores\b",
@@ -98,10 +87,6 @@ WORDS = (
         r"(?<![`._\w-])ids\b(?![`_=(\]])",
         "token IDs",
         ("tokenizer", "model", "generate", "serve", "shards", "train"),
-        (
-            (r"[Dd]ocument ids|ids of documents|message ids", "ids of documents"),
-            (r"len\(ids\)", "a variable in an f-string"),
-        ),
     ),
     Word("learned from", r"\blearn(ed|s|t)? from\b", "in the loss; trained on"),
     Word("goes on", r"\b(go|goes|going|went|gone) on\b(?! to\b)", "resumes; continues"),
@@ -122,16 +107,11 @@ WORDS = (
     ),
     Word("reckoned", r"\b[Rr]eckon\w*", "estimated"),
     Word("catalogue", r"\bcatalog(ue)?s?\b", "spec sheet"),
-    Word("twin", r"\btwins?\b", "duplicate", allowed=(SQL, (r"sight, twins", "an example of a bad name"))),
+    Word("twin", r"\btwins?\b", "duplicate", allowed=(SQL,)),
     Word(
         "walls", r"\bwalls?\b", "isolation", allowed=((r"wall (clock|time)|a wall of|in the wall", "time, or a thing"),)
     ),
-    Word(
-        "fresh",
-        r"\bfresh\b",
-        "up to date; new",
-        allowed=((r"fresh water", "an example of text"), (r"[\"'`]fresh[\"'`]", "the value in --json")),
-    ),
+    Word("fresh", r"\bfresh\b", "up to date; new", allowed=((r"[\"'`]fresh[\"'`]", "the value in --json"),)),
     Word("beside", r"\b[Bb]esides?\b", "next to; in addition to"),
     Word(
         "drawn",
@@ -149,13 +129,7 @@ WORDS = (
             (r"\bheld-out/", "the name of a folder"),
         ),
     ),
-    Word(
-        "sight",
-        r"\bsights?\b",
-        "mask",
-        ("model", "train", "generate"),
-        ((r"sights of Beijing", "a thing that people see"), (r"private: sight", "an example of a bad name")),
-    ),
+    Word("sight", r"\bsights?\b", "mask", ("model", "train", "generate")),
     Word(
         "turn",
         r"\bturn(s|ed|ing)?\b(?! (into|out|to|off|on)\b)",
@@ -169,11 +143,7 @@ WORDS = (
         r"\b[Ss]lopes?\b",
         "gradient",
         ("model", "train", "hw", "core"),
-        (
-            (r"ALiBi slopes?|[Ss]lopes? of (the )?heads?", "the term of ALiBi"),
-            (r"`slopes`", "the name of a parameter"),
-            (r"desk, slopes", "an example of a bad name"),
-        ),
+        ((r"ALiBi slopes?|[Ss]lopes? of (the )?heads?", "the term of ALiBi"),),
     ),
     Word(
         "place",
@@ -185,8 +155,6 @@ WORDS = (
             (r"place    each run|Encode, place and", "a step of the stage shard"),
             (r"`places`", "the name of a parameter"),
             (r"\b[Ii]n[- ]place\b", "the term of PyTorch"),
-            (r"\bin (its|their) place\b", "instead of it"),
-            (r"things in \d+ places|things to its place", "rooms of the toy worlds"),
         ),
     ),
     Word("anew", r"\banew\b", "again"),

@@ -321,7 +321,7 @@ def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: 
         2,
         ["runs/small: damaged (make), 1 of 2 stages done", "✗ make       damaged: out.txt has another sha256"],
     )
-    assert "Make make again: rm runs/small/01-make-" in out
+    assert "Recreate make: rm runs/small/01-make-" in out
 
 
 def test_status_says_whether_a_run_lives_and_how_far_it_is(call: Call, recipe: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_weights_that_are_not_there_end_a_run_with_the_command_that_fetches_them
 def test_an_imported_tokenizer_has_as_many_ids_as_the_recipe_says(tmp_path: Path) -> None:
     small().save(tmp_path)
     section = Imported(path=tmp_path, vocab_size=small().vocab_size + 1)
-    with pytest.raises(DataError, match=f"it has {small().vocab_size:,} ids, and vocab_size says"):
+    with pytest.raises(DataError, match=f"it has {small().vocab_size:,} token IDs, but vocab_size is"):
         vocab_size(section)
     assert vocab_size(section.model_copy(update={"path": tmp_path / "none"})) == small().vocab_size + 1
     with pytest.raises(DataError, match="there is no tokenizer"):

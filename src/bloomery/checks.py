@@ -1,5 +1,5 @@
 """
-What the sections of a recipe must agree on, and the defaults that follow from other sections.
+Checks across the sections of a recipe, and defaults that follow from other sections.
 
 `fill` completes the TOML data before it is checked. `resolve` fills in the defaults of a recipe that was read. Then
 each of CHECKS looks at it. A check raises ValueError, and `core.config.build` makes a ConfigError of it.

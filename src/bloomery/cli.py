@@ -676,7 +676,7 @@ def serve(options: argparse.Namespace) -> int:
     from bloomery.weights.locate import locate_model
 
     if not options.runs.is_dir() and not options.models:
-        raise RunError("does not exist", where=str(options.runs), hint="Give a model, or a folder of runs: --runs DIR")
+        raise RunError("does not exist", where=str(options.runs), hint="Pass a model, or a folder of runs: --runs DIR")
     named = {str(model): locate_model(model) for model in options.models}
     token = (os.environ.get("BLOOMERY_TOKEN") or None) if options.token is None else options.token
     settings = LoadSettings(options.dtype, options.kv_dtype, options.draft_tokens, options.unload_after)

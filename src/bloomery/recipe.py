@@ -1,5 +1,5 @@
 """
-A recipe, read top to bottom, is the path that the data takes. Each field is one stage. Read this first.
+The recipe: from top to bottom, the path of the data. Each field is one stage. Read this first.
 
     fetch       sources                      -> documents
     classify    documents                    -> a classifier of text worth keeping

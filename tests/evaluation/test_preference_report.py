@@ -33,7 +33,7 @@ def test_a_report_shows_margins_on_the_way_and_before_and_after() -> None:
     for told in (
         "Prefer</h3>",
         "DPO",
-        "Margin: how much more",
+        "Margin: preference for the better",
         "0.875",
         "0.8125",
         "same_answer",
@@ -51,7 +51,7 @@ def test_a_report_without_the_stage_says_nothing_of_it() -> None:
 def test_parts_of_it_may_be_missing() -> None:
     report = preferring()
     report["preference"] = {}
-    assert "Margin: how much more" in render(report)
+    assert "Margin: preference for the better" in render(report)
     del report["curves"]["prefer"]
     report["preference"] = {"method": "grpo"}
     assert "GRPO" in render(report)

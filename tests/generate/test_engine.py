@@ -145,7 +145,7 @@ def test_a_stream_that_is_left_early_disturbs_no_other() -> None:
     ("prompt", "told"),
     [
         ([], "the prompt is empty"),
-        ([1] * 40, r"(?s)the prompt has 40 tokens, and the model's context is 40.*Shorten"),
+        ([1] * 40, r"(?s)the prompt has 40 tokens, but the model's context is 40.*Shorten"),
         ([1] * 90, "the prompt has 90 tokens"),
     ],
 )

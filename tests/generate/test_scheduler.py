@@ -232,10 +232,10 @@ def test_pages_are_taken_from_the_text_that_was_used_least_recently() -> None:
 def test_what_can_never_fit_is_refused_and_what_does_not_fit_now_waits(pack: bool) -> None:
     on = engine(pack=pack)
     page = PagePool.page_bytes(LONG, torch.float32)
-    with pytest.raises(ConfigError, match=r"(?s)no keys and values of 32 tokens.*at least"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot hold keys and values of 32 tokens.*at least"):
         Scheduler(on, memory_bytes=page - 1)
     with Scheduler(on, memory_bytes=4 * page) as scheduler:
-        with pytest.raises(DataError, match=r"may take 129 tokens; there is memory for 128"):
+        with pytest.raises(DataError, match=r"may take 129 tokens, but memory holds only 128"):
             scheduler.submit(Request(prompt(100, 1), SamplingConfig(max_tokens=29)))
         requests = [Request(prompt(100, seed), SamplingConfig(max_tokens=28, seed=seed)) for seed in range(3)]
         tickets = [scheduler.submit(request) for request in requests]
@@ -258,7 +258,7 @@ def test_requests_that_cannot_be_are_refused_at_once(pack: bool) -> None:
         held = scheduler.submit(Request([1], SamplingConfig(max_tokens=3), constraint=gate))
         gate.reached.wait()
         others = [scheduler.submit(Request([1], SamplingConfig(max_tokens=3))) for _ in range(2)]
-        with pytest.raises(RunError, match="2 requests wait already"):
+        with pytest.raises(RunError, match="2 requests are already waiting"):
             scheduler.submit(Request([1], SamplingConfig(max_tokens=3)))
         gate.open.set()
         assert [len(ids_of(ticket)) for ticket in (held, *others)] == [3, 3, 3]

@@ -50,7 +50,7 @@ def interpreted() -> Mapping[str, str]:
     command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.model.interpreted"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if "only 0-dimensional arrays can be converted" in done.stderr and triton_version() < (3, 7):
-        pytest.skip("the interpreter of Triton before 3.7 does not go with NumPy from 2.4 on")
+        pytest.skip("the interpreter of Triton before 3.7 does not work with NumPy from 2.4 on")
     assert done.returncode == 0, done.stderr
     parts = done.stdout.split("# ")[1:]
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}

@@ -415,7 +415,7 @@ def test_messages_with_calls_and_results_render_through_the_template(site: Site)
 def test_a_model_whose_template_was_not_made_for_tools_refuses_them(site: Site, model: str) -> None:
     refused = site.post("/v1/chat/completions", model=model, messages=ASK, tools=TOOLS)
     assert refused.status_code == 400
-    said = "was not made for tools" if model == "chats" else "has no chat template"
+    said = "does not support tools" if model == "chats" else "has no chat template"
     assert said in refused.json()["error"]["message"]
     assert site.post("/v1/chat/completions", messages=ASK, tools=TOOLS, tool_choice="none").status_code == 200
 

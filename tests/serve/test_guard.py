@@ -159,7 +159,7 @@ def test_all_limits_hold_on_every_route(route: str, url: str, locked: str, monke
         (b"[" + b"0," * 100_001 + b"0]", "more than 100,000 values"),
         (b"{}", "is required"),
         (b"[]", "the body is []"),
-        (b"{", "the body is no JSON"),
+        (b"{", "the body is not JSON"),
     ):
         refused = sent_to(url, body)
         assert refused.status_code == 400
@@ -314,7 +314,7 @@ def test_of_too_many_requests_each_is_told_when_to_come_again(monkeypatch: pytes
                     url + CHAT, json={"model": "bloom", "messages": ASK}, timeout=httpx.Timeout(60, read=0.5)
                 )
                 break
-        with pytest.raises(openai.RateLimitError, match="3 requests wait already"):
+        with pytest.raises(openai.RateLimitError, match="3 requests are already waiting"):
             client.chat.completions.create(model="bloom", messages=ASK)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "2"  # half of the line, at one second each

@@ -417,7 +417,7 @@ def test_a_busy_port_is_an_error_that_names_a_hint() -> None:
 @pytest.mark.parametrize("host", ["a" * 70, "x\udcff", "a..b", "\udcff.\u3002", "x" * 100_000])
 def test_a_host_that_is_no_name_is_an_error_that_names_the_flag(host: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"(?s)--host: cannot listen there: '.*is no host name.*127\.0\.0\.1"
+        ConfigError, match=r"(?s)--host: cannot listen there: '.*is not a host name.*127\.0\.0\.1"
     ) as caught:
         Server(FakeModels(), host, 0)
     assert len(str(caught.value)) < 1000

@@ -22,15 +22,15 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
-        ({"modalities": ["audio"]}, "modalities", 'this server does not do ["audio"], only ["text"]\nLeave it out.'),
-        ({"tool_choice": "any"}, "tool_choice", 'has to be auto, none, required, or name a function, got "any"'),
+        ({"modalities": ["audio"]}, "modalities", 'this server does not support ["audio"], only ["text"]\nRemove it.'),
+        ({"tool_choice": "any"}, "tool_choice", 'must be auto, none, required, or name a function, got "any"'),
         ({"temperature": 3}, "temperature", "temperature: input should be less than or equal to 2, got 3"),
         ({"stop": 3}, "stop", "stop: input should be a valid string, got 3"),
         ({"seed": "x" * 200}, "seed", f'got "{"x" * 79}…'),
         ({"seed": "\ud800"}, "seed", 'got "\\ud800"'),
         ({"messages": "hello"}, "messages", 'messages: input should be a valid list, got "hello"'),
-        (b'{"model": bloom}', None, 'no JSON: Expecting value at character 10, where it reads "bloom}"\nSend a JSON'),
-        (b'{"model": ', None, "no JSON: Expecting value at character 10, where it ends\nSend a JSON object"),
+        (b'{"model": bloom}', None, 'not JSON: Expecting value at character 10, where it reads "bloom}"\nSend a JSON'),
+        (b'{"model": ', None, "not JSON: Expecting value at character 10, where it ends\nSend a JSON object"),
         (b'["bloom"]', None, 'the body is ["bloom"]\nSend a JSON object with "model" and "messages"'),
         (b"", None, 'there is no body\nSend a JSON object with "model" and "messages"'),
         (b"{\xff}", None, "the body cannot be read: 'utf-8' codec can't decode byte 0xff in position 1"),
@@ -127,7 +127,7 @@ def test_half_a_character_is_refused_where_it_stands(field: str, text: str) -> N
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_what_is_no_number_of_json_is_refused(number: str) -> None:
     body = f'{{"model": "m", "messages": [], "metadata": {{"a": {number}}}}}'
-    with pytest.raises(DataError, match=f"{number} is no number"):
+    with pytest.raises(DataError, match=f"{number} is not a JSON number"):
         openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
 
 

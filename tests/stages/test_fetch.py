@@ -161,7 +161,7 @@ def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tm
     assert fetch.run(skip, {}, tmp_path / "out") == stats
     assert hashes(tmp_path / "out") == whole
     strict = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]})
-    with pytest.raises(DataError, match=r"two documents have the id '2': a/a\.jsonl:2 and a/a\.jsonl:3"):
+    with pytest.raises(DataError, match=r"two documents have the ID '2': a/a\.jsonl:2 and a/a\.jsonl:3"):
         fetch.run(strict, {}, tmp_path / "strict")
 
 
@@ -170,7 +170,7 @@ def test_an_id_of_its_own_may_not_be_that_of_another_source(tmp_path: Path) -> N
     worlds = {"kind": "worlds", "name": "worlds", "domain": "stories", "count": 3}
     config = build(Fetch, {"sources": [worlds, jsonl(tmp_path / "raw", id_field="key")]})
     with pytest.raises(
-        DataError, match=r"a: two documents have the id 'worlds/000001': worlds/000001 and a/x\.jsonl:1"
+        DataError, match=r"a: two documents have the ID 'worlds/000001': worlds/000001 and a/x\.jsonl:1"
     ):
         fetch.run(config, {}, tmp_path / "out")
 
@@ -223,7 +223,7 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
 def test_the_lines_of_a_long_file_are_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SPLIT_BYTES", 1000)
     write(tmp_path / "raw" / "a.jsonl", [line(f"{n:0100d}", key=n % 90) for n in range(100)])
-    with pytest.raises(DataError, match=r"two documents have the id '0': a/a\.jsonl:1 and a/a\.jsonl:91"):
+    with pytest.raises(DataError, match=r"two documents have the ID '0': a/a\.jsonl:1 and a/a\.jsonl:91"):
         fetch.run(build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]}), {}, tmp_path / "out")
     with (tmp_path / "raw" / "a.jsonl").open("ab") as file:
         file.write(b'{"text": "cut he')

@@ -108,7 +108,7 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[fetch\] is missing"):
         config.load(Recipe, recipe)
     recipe.write_text(text.replace("[shard.imported]", "[shard]\ntokens = 5\n[shard.imported]"))
-    with pytest.raises(ConfigError, match="imported takes token files as they are"):
+    with pytest.raises(ConfigError, match="imported uses token files as they are"):
         config.load(Recipe, recipe)
 
 
@@ -180,7 +180,7 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
     assert section is not None
     with pytest.raises(CheckpointError, match=r"has norm_eps = 0\.001, not 1e-05"):
         pretrain.start(section, small(), World.alone())
-    with pytest.raises(CheckpointError, match=r"has the tokenizer .*, and the shards were made with"):
+    with pytest.raises(CheckpointError, match=r"has the tokenizer .*, but the shards were made with"):
         pretrain.start(section, train_byte_level(["some other text"] * 3, 400), World.alone())
     (tmp_path / "theirs" / "base" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no model"):

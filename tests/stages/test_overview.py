@@ -60,7 +60,7 @@ def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp
         return made.read_text()
 
     alone = page("pretrain")  # on token files of others: nothing was read
-    shown = ("Pretrain: loss", "Gradient flow", "Where the seconds of training went", "/metrics.jsonl")
+    shown = ("Pretrain: loss", "Gradient flow", "Training time by phase", "/metrics.jsonl")
     assert all(one in alone for one in shown)
     assert not any(one in alone for one in ("What was read", "Finetune", "<h3>Prefer"))
     assert core_io.read_json(tmp_path / "report.json")["curves"] == {"pretrain": lines["pretrain"]}

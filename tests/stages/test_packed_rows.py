@@ -71,6 +71,6 @@ def test_the_rows_say_their_template_and_one_that_is_another_by_now_is_refused(
     assert finetune.template_of(tmp_path) is TEMPLATES["chatml"]
     was = TEMPLATES["chatml"].hash[:8]
     monkeypatch.setitem(TEMPLATES, "chatml", Template(name="chatml"))
-    with pytest.raises(DataError, match=f"in the template chatml {was}, and known are bloomery .*, chatml"):
+    with pytest.raises(DataError, match=f"in the template chatml {was}, but known are bloomery .*, chatml"):
         finetune.template_of(tmp_path)
     assert format.read(tmp_path / "train-00000").index["template_name"] == "chatml"

@@ -116,7 +116,7 @@ def test_without_torch_a_plan_says_that_it_knows_nothing_of_this_machine(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     code, out, _ = call("plan", DEMO, "--runs", tmp_path)
     assert code == 0
-    assert "nothing is known of this machine without torch (say --device or --memory)" in " ".join(out.split())
+    assert "nothing is known of this machine without torch (pass --device or --memory)" in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -189,14 +189,14 @@ def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where
 
     before = planned()
     assert before.ask.steps_from == "estimated"
-    assert "sequences, estimated at 4 bytes a token" in " ".join(" ".join(before.lines()).split())
+    assert "sequences, estimated at 4 bytes per token" in " ".join(" ".join(before.lines()).split())
     more = planned("instruct.sources=[{kind='worlds', count=600}]")
     assert more.ask.steps == pytest.approx(10 * before.ask.steps, rel=0.15)
     away = planned("instruct.sources=[{kind='preset', name='dolly'}]")
     facts = away.facts()
     assert [facts[name] for name in ("steps", "steps_from", "tokens", "seconds")] == [None, "unknown", None, None]
     assert facts["seconds_per_step"] > 0
-    assert "seconds a step at " in " ".join(" ".join(away.lines()).split())
+    assert "seconds per step at " in " ".join(" ".join(away.lines()).split())
 
     recipe = config.load(Recipe, source)
     plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")

@@ -283,5 +283,5 @@ def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Pat
     assert sorted(int(one.right) for one in found) == list(range(0, 40, 2))
     assert json.loads((tmp_path / "rejected.jsonl").read_text().split("\n")[0])["place"].endswith("a.jsonl:2")
     assert set(prefer.texts(tmp_path)) < {row["question"] for row in rows}
-    with pytest.raises(DataError, match="of 40 questions none is left"):
+    with pytest.raises(DataError, match="none of 40 questions is left"):
         prefer.prepare_prompts(loss, 0.0, RENDERER, CONTEXT, tmp_path / "none")

@@ -267,12 +267,12 @@ def test_what_is_not_there_or_no_setting_is_an_error_with_a_hint(
     out = str(tmp_path / "out")
     assert "no such file" in tool(capsys, "filter", str(tmp_path / "none"), "--out", out, code=2)["error"]
     bad = str(tmp_path / "bad\udcff.jsonl")
-    assert r"bad\udcff.jsonl': is a name that is no UTF-8" in tool(capsys, "filter", bad, "--out", out, code=2)["error"]
+    assert r"bad\udcff.jsonl': is not valid UTF-8" in tool(capsys, "filter", bad, "--out", out, code=2)["error"]
     (tmp_path / "in").mkdir()
     rows(tmp_path / "in" / "a.jsonl")
     for inside in (tmp_path / "in" / "clean", tmp_path / "in"):
         found = tool(capsys, "filter", str(tmp_path / "in"), "--out", str(inside), code=2)["error"]
-        assert f"lies in {tmp_path / 'in'}, so that the tool would read what it writes" in found
+        assert f"lies in {tmp_path / 'in'}, so the tool would read its own output" in found
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.jsonl"]
     found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "num_per=0.5", code=2)["error"]
     assert "Did you mean 'num_perm'?" in found

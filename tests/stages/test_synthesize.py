@@ -180,7 +180,7 @@ def test_what_fails_for_good_is_told_and_what_came_before_is_not_asked_again(
     server: ModelServer, tmp_path: Path, kind: str
 ) -> None:
     server.fault = lambda number: "401" if number >= 3 else ""
-    with pytest.raises(DataError, match=r"(?s)HTTP 401: told to say 401.*What came so far is kept") as caught:
+    with pytest.raises(DataError, match=r"(?s)HTTP 401: told to say 401.*Earlier answers are kept") as caught:
         run(config(server, kind, concurrency=1), tmp_path)
     assert "secret" not in str(caught.value)
     assert len(server.asked) == 4

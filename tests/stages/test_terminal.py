@@ -215,10 +215,10 @@ def test_a_conversation_is_saved_as_lines_of_json(
     ("line", "said"),
     [
         ("/nothing", "there is no command /nothing"),
-        ("/model", "/model: names nothing"),
-        ("/temperature hot", "'hot' is no number from 0 to 100"),
-        ("/temperature nan", "'nan' is no number"),
-        ("/temperature 101", "'101' is no number"),
+        ("/model", "/model: needs a value"),
+        ("/temperature hot", "'hot' is not a number from 0 to 100"),
+        ("/temperature nan", "'nan' is not a number"),
+        ("/temperature 101", "'101' is not a number"),
     ],
 )
 def test_a_wrong_command_is_an_error_and_the_chat_goes_on(

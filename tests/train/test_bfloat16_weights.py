@@ -146,7 +146,7 @@ def test_what_does_not_go_with_weights_in_bfloat16_is_refused() -> None:
         build(Training, base | {"precision": "float32"})
     with pytest.raises(ConfigError, match="lora freezes them"):
         build(Finetune, base | {"lora": {}})
-    with pytest.raises(ConfigError, match=r'weight_dtype="bfloat16" does not go with parallelism="fsdp"'):
+    with pytest.raises(ConfigError, match=r'weight_dtype="bfloat16" does not work with parallelism="fsdp"'):
         check_shard(build(Training, base | {"parallelism": "fsdp", "optimizer": {"kind": "adamw"}}), 2)
 
 

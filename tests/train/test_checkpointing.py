@@ -83,12 +83,12 @@ def test_what_a_run_has_done_itself_comes_before_what_another_has(shards: Path, 
 @pytest.mark.parametrize(
     ("settings", "schedule", "told"),
     [
-        ({"seed": 3}, LEVEL, "was trained with other settings: seed was 0 and is 3\nSay the same"),
+        ({"seed": 3}, LEVEL, "was trained with other settings: seed was 0 and is 3\nUse the same"),
         ({"optimizer": {"kind": "lion"}}, LEVEL, "optimizer.*was.*and is"),
         (
             {},
             {"kind": "cosine", "warmup_steps": 4},
-            "until step 5, and no checkpoint of that part .only: 8.\nA run keeps",
+            "until step 5, but no checkpoint of that part .only: 8.\nA run keeps",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_run_that_differs_in_more_than_its_length_is_refused_by_name(
 def test_a_run_on_other_shards_is_refused_without_a_word_of_removing_it(shards: Path, tmp_path: Path) -> None:
     run(shards, tmp_path / "level", 8, LEVEL)
     made = session(shards, tmp_path / "other", steps=12, schedule=LEVEL, **FREE)
-    with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nGo on from a run on the same data"):
+    with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nContinue a run on the same data"):
         extension.bring(
             tmp_path / "level",
             made.config,

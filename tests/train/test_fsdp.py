@@ -76,7 +76,10 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"optimizer": {"kind": "adamw8bit"}}, 'optimizer.kind="adamw8bit" does not go.*\nSay optimizer.kind="adamw"'),
+        (
+            {"optimizer": {"kind": "adamw8bit"}},
+            'optimizer.kind="adamw8bit" does not work.*\nSet optimizer.kind="adamw"',
+        ),
     ],
 )
 def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
@@ -90,7 +93,7 @@ def test_preference_training_is_refused_with_parts_before_ranks_wait_for_each_ot
     """Each rank asks the model on its own, so that they would pass through it at other times."""
     pairs = {"pairs": [{"kind": "worlds"}]}
     config = build(Prefer, {"steps": 1, "global_batch_tokens": 1, "parallelism": "fsdp", **pairs})
-    with pytest.raises(ConfigError, match=r'^\[prefer\] does not go with parallelism="fsdp".*\n.*parallelism="none"'):
+    with pytest.raises(ConfigError, match=r'^\[prefer\] does not work with parallelism="fsdp".*\n.*parallelism="none"'):
         check_shard(config, 2)
     assert not check_shard(config.model_copy(update={"parallelism": "none"}), 2)
 

@@ -259,7 +259,7 @@ def test_a_rank_that_the_others_gave_up_on_is_named(tmp_path: Path, monkeypatch:
     waits, aborts = "import time; time.sleep(60)", "import os; os.abort()"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (aborts, waits, aborts)]
     try:
-        with pytest.raises(RunError, match=rf"^rank 1 \(process {processes[1].pid}\) stopped answering"):
+        with pytest.raises(RunError, match=rf"^rank 1 \(process {processes[1].pid}\) stopped responding"):
             launch._watch(processes, tmp_path, StopRequest())
     finally:
         for process in processes:

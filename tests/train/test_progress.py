@@ -39,11 +39,11 @@ def state(**given: Any) -> State:
         ),
         ({}, math.nan, "the validation loss is nan"),
         ({}, math.inf, "the validation loss is inf"),
-        ({"guard": SpikeStats(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "went back 3 times"),
+        ({"guard": SpikeStats(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "rolled back 3 times"),
         (
             {"guard": SpikeStats(skipped=31, rollbacks=[[20, 0], [30, 10], [50, 20]])},
             6.2,
-            "31 of 60 steps were skipped, and 10 are left",
+            "31 of 60 steps were skipped, and only 10 remain",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_loss_without_tokens_and_without_validation_has_no_limit() -> None:
 
 @pytest.mark.parametrize("measured", [{60: 2.0}, {60: 2.00001}, {30: 2.0, 60: 1.99999}])
 def test_trained_weights_that_stay_as_they_were_have_learned_nothing(measured: dict[int, float]) -> None:
-    with pytest.raises(RunError, match="as it was before the first step") as caught:
+    with pytest.raises(RunError, match="the same as before the first step") as caught:
         TRAINED.check(state(), measured)
     assert "Raise the learning rates of [finetune.optimizer]" in caught.value.hint
 
@@ -159,7 +159,7 @@ def test_trained_weights_end_no_worse_than_uniform_guessing_or_than_they_started
 def test_a_preference_that_changes_nothing_has_learned_nothing() -> None:
     preference = ProgressCheck(name="prefer", vocab_size=None, start_loss=0.69315)
     preference.check(state(first_loss=0.69315), {60: 0.7})
-    with pytest.raises(RunError, match="as it was before the first step"):
+    with pytest.raises(RunError, match="the same as before the first step"):
         preference.check(state(first_loss=0.69315), {60: 0.69315})
 
 
@@ -183,7 +183,7 @@ def test_a_rate_that_throws_every_step_away_ends_early_and_again_when_it_is_run_
 ) -> None:
     settings: dict[str, Any] = {"steps": 60, "eval_every": 50, "schedule": {"kind": "constant"}}
     for _ in range(2):
-        with pytest.raises(RunError, match="nothing was learned: the run went back 3 times"):
+        with pytest.raises(RunError, match="nothing was learned: it rolled back 3 times"):
             unlimited(shards, tmp_path, **settings, optimizer=dict(ABSURD)).run()
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "checkpoints").is_dir()
@@ -250,7 +250,7 @@ def test_ranks_together_all_end_with_the_same_error(shards: Path, tmp_path: Path
     [
         ({"schedule": {"kind": "wsd", "warmup_steps": 61}}, "schedule.warmup_steps=61 is more than steps=60"),
         ({"schedule": {"kind": "cosine", "warmup_steps": 10**12}}, "set at most 60"),
-        ({"schedule": {"kind": "wsd", "warmup_steps": 20, "decay_steps": 41}}, "say a decay of at most 40"),
+        ({"schedule": {"kind": "wsd", "warmup_steps": 20, "decay_steps": 41}}, "set a decay of at most 40"),
         (
             {"optimizer": {"kind": "adamw", "weight_decay": 100.0, "learning_rate": 0.02}},
             "is 2, no less than 1",

@@ -190,9 +190,7 @@ def test_metrics_are_safe_before_a_checkpoint_is_and_those_that_are_gone_are_tol
     session(shards, tmp_path / "rarely").run()
     assert "has lost" not in (tmp_path / "rarely" / "log.txt").read_text()
     said = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "has lost" in line]
-    assert [line[21:] for line in said] == [
-        "metrics.jsonl has lost what it told of the steps after 3; the weights are of 6"
-    ]
+    assert [line[21:] for line in said] == ["metrics.jsonl has lost the steps after 3; the weights are of 6"]
 
 
 def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(shards: Path, tmp_path: Path) -> None:
@@ -427,7 +425,7 @@ def test_weights_that_an_optimizer_poisoned_are_never_saved_and_the_run_goes_bac
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "told"),
-    [(8, "already gone back to step 6 after step 10"), (1, "already gone back to step 0 after step 3")],
+    [(8, "already rolled back to step 6 after step 10"), (1, "already rolled back to step 0 after step 3")],
 )
 def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the_hint(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, told: str

@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     do(folder)
     assert damage(folder).startswith(told)
     assert newest_step(tmp_path) == 1
-    assert f"{folder} is passed over: {told}" in capsys.readouterr().err
+    assert f"{folder}: {told}" in capsys.readouterr().err
     write(tmp_path, 2)
     assert newest_step(tmp_path) == 2
     assert names(tmp_path) == ["000000001", "000000002"]
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_named(
 
     monkeypatch.setattr(owner, what, read)
     assert newest_step(tmp_path) == 1
-    assert f"is passed over: {file} cannot be read: Input/output error" in capsys.readouterr().err
+    assert f": {file} cannot be read: Input/output error" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_a_forged_state_is_passed_over_with_the_reason(
     forged(folder, "state.json", text)
     assert newest_step(tmp_path) == 1
     told = " ".join(capsys.readouterr().err.split())
-    assert re.search(rf"{folder} is passed over: (its state\.json cannot be read: |it is of step )", told)
+    assert re.search(rf"{folder}: (its state\.json cannot be read: |it is of step )", told)
 
 
 HEADERS = [(2**60).to_bytes(8, "little"), b"", (2).to_bytes(8, "little") + b"[]", b"\xff" * 40]

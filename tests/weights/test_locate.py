@@ -37,7 +37,7 @@ def test_a_stage_a_checkpoint_and_a_model_folder_stand_for_themselves(tmp_path: 
 
 
 CASES: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("nothing", lambda root: None, "does not exist\nGive a run folder"),
+    ("nothing", lambda root: None, "does not exist\nUse a run folder"),
     ("an empty folder", lambda root: root.mkdir(), "holds no model\nGive a run, stage, checkpoint"),
     ("a file", lambda root: root.touch(), "holds no model\n"),
     (

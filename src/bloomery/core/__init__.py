@@ -1,1 +1,1 @@
-"""What every part stands on: config, stages, files, errors, what a person sees."""
+"""The base of all packages: configuration, stages, files, errors, terminal output."""

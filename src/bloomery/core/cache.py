@@ -1,5 +1,5 @@
 """
-What this machine keeps for all runs: notes in the cache folder, and the hashes of files until they change.
+The cache of this machine for all runs: records, and hashes of files until they change.
 
 Nothing in the cache is needed: a note that is missing, or cannot be read, is made again.
 """

@@ -163,7 +163,7 @@ class SamplingConfig:
         biased = [id for id, _ in self.logit_bias]
         if len(set(biased)) < len(biased):
             twice = next(id for id in biased if biased.count(id) > 1)
-            raise DataError(f"names token {twice} twice", where="logit_bias", hint="Give each token once.")
+            raise DataError(f"names token {twice} twice", where="logit_bias", hint="List each token once.")
         for id, bias in self.logit_bias:
             if not (0 <= id < MAX_TOKENS and -MAX_BIAS <= bias <= MAX_BIAS):
                 hint = f"Use an ID from 0 to {MAX_TOKENS - 1:,} and a bias from -100 to 100."

@@ -1,5 +1,5 @@
 """
-Child processes that end when their parent does, however it ends: also by SIGKILL of the parent alone.
+Child processes that end with their parent, even if SIGKILL ends only the parent.
 
 A child that runs Python code of ours calls `die_with` first. Any other command is started as `leashed(command)`, which
 runs this file as a script: it makes the same arrangement, then becomes the command (on Linux) or waits for it.

@@ -504,7 +504,7 @@ class Sought(Config):
     files: tuple[DiskPath, ...] = ()
     """Files of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. The file name is the task's name."""
     tasks: tuple[str, ...] = ()
-    """Tasks that [evaluate] knows, by their names, as it asks them."""
+    """Names of tasks of [evaluate], with its prompts."""
     data: tuple[DiskPath, ...] = ()
     """The files of those tasks, or folders of them. None: from the hub."""
     fields: tuple[str, ...] = ()
@@ -513,8 +513,8 @@ class Sought(Config):
     """Find a text by this many of its words in a row. A shorter text has to occur whole."""
     min_question_words: PositiveLength = 4
     """
-    Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
-    two characters count as a word here.
+    Texts of fewer words are searched only together with their choices. In scripts without spaces, two characters count
+    as a word here.
     """
 
     def packages(self) -> tuple[str, ...]:

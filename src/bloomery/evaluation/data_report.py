@@ -75,7 +75,7 @@ def quality(classifier: Mapping[str, Any]) -> list[object]:
     known += counted(classifier, examples="Examples", positives="of them positive", held_out="Test examples")
     caught = [Bar(kind, number(share), percent(share)) for kind, share in named(classifier, "caught").items()]
     chart = charts.bars(
-        "Bad test text that it finds, by kind", caught, axis=f"share that scores below {cut}", form=percent, top=1.0
+        "Damaged test text found, by kind", caught, axis=f"share that scores below {cut}", form=percent, top=1.0
     )
     return [facts(known), tag("div", reliability(classifier), trade_off(classifier), class_="small"), chart]
 
@@ -120,7 +120,7 @@ def passing(cut: Mapping[str, Any]) -> list[object]:
         share = passed / whole if passed is not None and whole else None
         rows.append(Bar(domain, share, f"{percent(share)} of {count(whole)}"))
     chart = charts.bars(
-        "Passes its limits, by domain", rows, axis="share of the documents of a domain", form=percent, top=1.0
+        "Passes its thresholds, by domain", rows, axis="share of the documents of a domain", form=percent, top=1.0
     )
     return [chart] if rows else []
 
@@ -164,7 +164,7 @@ def funnel(report: Report) -> list[object]:
     shown = f"{decimal(min(known), 2)}–{decimal(max(known), 2)}" if known else DASH
     tiles = [
         tile("Text read", charts.size(read.get("bytes")), f"in {count(read.get('documents'))} documents"),
-        tile("Documents kept", count(single.get("kept")), "after rules, limits and duplicates"),
+        tile("Documents kept", count(single.get("kept")), "after rules, thresholds and duplicates"),
         tile("Tokens to train on", charts.short(shard.get("tokens")), f"in {count(shard.get('documents'))} documents"),
         tile("Bytes per token", shown, "by domain, from least to most"),
     ]
@@ -282,7 +282,7 @@ def tokenizer(report: Report) -> list[object]:
     if not stats:
         return []
     known: list[Tile] = [("Kind", text(stats.get("kind"))), *counted(stats, vocab_size="Vocabulary")]
-    known += counted(stats, unused_tokens="Ids that the sample never uses")
+    known += counted(stats, unused_tokens="Token IDs that the sample never uses")
     known.append(("Encoder", text(stats.get("encoder"))))
     bars = []
     for domain, value in sorted(named(stats, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0)):
@@ -332,7 +332,7 @@ def the_mix(report: Report) -> list[object]:
         talks, conversations="Conversations", rejected="Rejected", cut_at_a_turn="Cut at a turn"
     )
     conversation_tiles += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens in the loss")
-    conversation_tiles.append(("Rows filled", percent(at(talks, "train", "packing"))))
+    conversation_tiles.append(("Sequences filled", percent(at(talks, "train", "packing"))))
     anneal = [tag("h3", "The last part of training"), *_shares(shard, "anneal")] if named(shard, "anneal") else []
     return [
         facts(size),
@@ -354,7 +354,7 @@ def _shares(shard: Mapping[str, Any], key: str) -> list[object]:
         tokens = [count(at(stats, name)) for name in ("asked_tokens", "tokens")]
         rows.append([domain, percent(asked), percent(share), *tokens, epochs, text(limit) if limit else "nothing"])
     legend = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
-    chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
+    chart = charts.bars("Share of the mix, actual and requested", bars, axis="share of all tokens", form=percent)
     if not bars:
         return []
     return [chart, legend, charts.table(MIX_HEADS, rows)]

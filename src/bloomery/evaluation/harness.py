@@ -557,7 +557,7 @@ def _programs(
 
 def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None = None) -> dict[str, Any]:
     """
-    Scores with intervals over all questions. `dirty` has the rows of the questions that stand in the training text.
+    Scores with intervals over all questions. `dirty` has the rows of the questions that occur in the training text.
     With it there are also scores over the questions that do not stand there, and over those that do.
     """
     stats: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
@@ -636,7 +636,7 @@ def core_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     name = f"mean of {len(stats['parts'])} of CORE's {stats['of']}" if stats["missing"] else "CORE"
     yield f"{name:<34} {stats['mean_of_parts']:.4f} ({stats['low']:.4f} to {stats['high']:.4f})"
     if clean := stats.get("dirty_n") and stats.get("clean"):
-        share = f"of {clean['n']:,}, without {stats['dirty_n']:,} that stand in the training text"
+        share = f"of {clean['n']:,}, without {stats['dirty_n']:,} that occur in the training text"
         yield f"{'clean':<34} {clean['mean_of_parts']:.4f} ({clean['low']:.4f} to {clean['high']:.4f})  {share}"
     if stats["missing"]:
         yield f"missing: {', '.join(stats['missing'])}"

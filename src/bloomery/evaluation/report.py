@@ -72,7 +72,7 @@ TOLD = (
     "acc: the most likely choice is right; acc_norm: the most likely for each byte; every question is in tasks.jsonl."
 )
 LOOKED = (
-    " Dirty questions stand in the training text, in 13 words in a row or as a whole; clean is the score of the others."
+    " Dirty questions occur in the training text, as 13 words in a row or as a whole; clean is the score of the others."
 )
 
 
@@ -84,9 +84,9 @@ def _core(report: Report) -> list[object]:
     num_dirty, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
     clean = ""
     if num_dirty:
-        without = f", without {len(lost) - len(missing)} parts of which all stand there" * (len(lost) > len(missing))
+        without = f", without {len(lost) - len(missing)} parts that all occur there" * (len(lost) > len(missing))
         others = f"of the others it is {_mean(core, 'clean')}{without}"
-        clean = f" {count(num_dirty)} questions stand in the training text; {others}."
+        clean = f" {count(num_dirty)} questions occur in the training text; {others}."
     if not missing:
         return [note(f"CORE, the mean of 22 centered accuracies: {_mean(core)}.{clean}")]
     sentence = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {_mean(core)}.{clean} "
@@ -116,7 +116,7 @@ def talk_tiles(report: Report) -> list[Html]:
     ended, bits = at(stats, last, "ended", "value"), at(stats, last, "bits_per_byte")
     low, high = (percent(at(stats, last, "ended", key)) for key in ("low", "high"))
     asked = f"by themselves, of {count(stats.get('n'))} in validation conversations; 95% interval {low} to {high}"
-    caption = "a byte of what the assistant says there, as this model expects it"
+    caption = "per byte of the assistant's text there, by the likelihood of this model"
     return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", caption)]
 
 
@@ -245,7 +245,7 @@ def time_by_phase(rows: ReportRows) -> list[object]:
         for phase, name in PHASES.items()
         if whole and phase in spent
     ]
-    return [charts.bars("Where the seconds of training went", bars, axis="seconds")] if bars else []
+    return [charts.bars("Training time by phase", bars, axis="seconds")] if bars else []
 
 
 def troubles(rows: ReportRows) -> list[object]:
@@ -274,7 +274,7 @@ def written(report: Report, phase: str) -> list[object]:
         )
         for sample in reversed(listed(report, "written", phase))
     ]
-    return [tag("h4", "What it wrote on the way, the latest first"), folded(cards, "cards")] if cards else []
+    return [tag("h4", "Samples during training, newest first"), folded(cards, "cards")] if cards else []
 
 
 def series(rows: ReportRows, key: str) -> list[tuple[float, float]]:
@@ -284,7 +284,7 @@ def series(rows: ReportRows, key: str) -> list[tuple[float, float]]:
 
 NAMES = {
     "loss": ("Loss", "loss"),
-    "margin": ("Margin: how much more the better answer is liked", "nats"),
+    "margin": ("Margin: preference for the better answer", "nats"),
     "accuracy": ("Pairs ranked correctly", "share"),
     "reward": ("Reward: answers that are right", "share"),
     "kl": ("Distance to the reference", "KL in nats per token"),
@@ -318,7 +318,7 @@ def preferred(report: Report) -> list[object]:
     table = tallied("What was rejected", named(data, "rejected_by_reason"), None, "rows")
     parts += [table] if table is not None else []
     if data:
-        parts.append(note("What was rejected stands in rejected.jsonl of the stage, with file, line and reason."))
+        parts.append(note("rejected.jsonl of the stage lists rejected rows, with file, line and reason."))
     return parts + gradient_flow(rows) + time_by_phase(rows) + troubles(rows) + written(report, "prefer")
 
 
@@ -350,7 +350,7 @@ ReportSections = tuple[tuple[str, str, Section], ...]
 """Anchor, title and content of each."""
 
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
-COPYING = " The library's questions test copying: what they ask for stands in them, and their answers in training too."
+COPYING = " Library questions test copying: each contains its answer, and the answers occur in training too."
 
 
 def render(report: Report, sections: ReportSections | None = None) -> str:
@@ -397,7 +397,7 @@ def headline(report: Report) -> list[object]:
     shape = f"context of {count(model.get('context_length'))} tokens, vocabulary of {count(model.get('vocab_size'))}"
     tiles = [
         tile("Answers exactly right", percent(exact), asked, reach),
-        tile("Answers that ended", percent(answers.get("ended")), "by themselves; the others ran into the limit"),
+        tile("Answers that ended", percent(answers.get("ended")), "by themselves; the others reached the limit"),
         tile("Leaks", count(num_leaks), seen, look="tile wrong" if num_leaks else "tile"),
     ]
     if answers.get("n") == 0:  # of the small worlds, which the run may not have
@@ -408,7 +408,7 @@ def headline(report: Report) -> list[object]:
     rows = [Bar(name, value, decimal(value), quiet=quiet) for name, value, quiet in known]
     chart = charts.bars("Bits per byte of validation text", rows, axis="bits per byte (less is better)")
     over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} validation documents."
-    return [tag("div", *tiles, class_="tiles"), chart, note(over, " The model is measured as it was pretrained.")]
+    return [tag("div", *tiles, class_="tiles"), chart, note(over, " The scores are those of the pretrained model.")]
 
 
 def trained(report: Report) -> list[object]:
@@ -418,7 +418,7 @@ def trained(report: Report) -> list[object]:
 def by_kind(report: Report) -> list[object]:
     rows: list[list[object]] = []
     if at(report, "answers", "n") == 0:
-        return [note("No question of the small worlds was asked: the run has none.")]
+        return [note("The run has no questions about the small worlds.")]
     for kind, scores in named(report, "answers", "by_kind").items():
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])
@@ -471,7 +471,7 @@ def continuations(report: Report) -> list[object]:
         tag("p", tag("b", text(sample.get("prompt"))), text(sample.get("text")), class_="card quote", dir="auto")
         for sample in listed(report, "samples", "continuations")
     ]
-    caption = note("The beginning in bold was given; the model wrote the rest.")
+    caption = note("The text in bold is the prompt; the model wrote the rest.")
     return [caption, folded(cards, "cards wide")] if cards else []
 
 
@@ -484,7 +484,7 @@ def time_spent(report: Report) -> list[object]:
         seconds = number(stage.get("seconds"))
         label = text(stage.get("stage")) + (", since it was resumed" if stage.get("resumed") else "")
         rows.append(Bar(label, None if seconds is None else seconds / unit, charts.duration(seconds)))
-    caption = note(f"Together: {charts.duration(whole)}.")
+    caption = note(f"Total: {charts.duration(whole)}.")
     return [charts.bars("Time by stage", rows, axis=name), caption] if rows else []
 
 
@@ -509,9 +509,7 @@ def again(report: Report) -> list[object]:
         for name, stage, files in SOURCES
         if not folders or stage in folders
     ]
-    caption = (
-        "RECIPE is the recipe file of this run. A stage that is done is not run again: put its folder aside first."
-    )
+    caption = "RECIPE is the recipe file of this run. A finished stage does not run again: move its folder away first."
     return [
         tag("div", charts.table(["Number", "Command", "Where it is written"], rows), class_="commands"),
         note(caption),
@@ -579,9 +577,9 @@ def conversation_headline(report: Report) -> list[object]:
         tile(
             "Conversations", count(report.get("conversations")), f"of {count(report.get('read'))} rows that were read"
         ),
-        tile("Tokens to train on", charts.short(tokens), f"in {count(train.get('rows'))} rows"),
+        tile("Tokens to train on", charts.short(tokens), f"in {count(train.get('rows'))} sequences"),
         tile("In the loss", percent(share), "of those tokens: what the assistant says, and where it ends"),
-        tile("Rows filled", percent(train.get("packing")), f"of {count(report.get('sequence_length'))} tokens each"),
+        tile("Filled", percent(train.get("packing")), f"of sequences of {count(report.get('sequence_length'))} tokens"),
     ]
     known = counted(report, cut_at_a_turn="Cut at a turn")
     known += [("Rejected", gone[0]), ("Dropped", gone[1]), ("Validation", count(val.get("conversations")))]
@@ -597,7 +595,7 @@ def by_source(report: Report) -> list[object]:
         sizes = [count(source.get(name)) for name in ("read", "rejected", "dropped", "conversations", "in_rows", "cap")]
         rows.append([text(source.get("source")), *sizes, count(source.get("tokens")), text(source.get("license"))])
     heads = ["Source", "Read", "Rejected", "Dropped", "Kept", "In rows, with copies", "Cap", "Tokens", "License"]
-    caption = "Read is kept, rejected and dropped together. Where a source says no license, its rows may."
+    caption = "Read is the sum of kept, rejected and dropped. If a source states no license, its rows may."
     axis = "share of the tokens of a source that are in the loss"
     chart = charts.bars("In the loss, by source", bars, axis=axis, form=percent, top=1.0)
     return [chart, charts.table(heads, rows), note(caption)] if rows else []
@@ -649,7 +647,7 @@ def gone(report: Report) -> list[object]:
     whole = number(at(report, "read"))
     parts = [
         tallied(
-            "Rejected: no conversation, or none that fits into a row",
+            "Rejected: no conversation, or none that fits into a sequence",
             named(report, "rejected_by_reason"),
             whole,
             "rows",

@@ -597,7 +597,7 @@ def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
     for location in places:
         if not location.exists():
             raise DataError(
-                "does not exist", where=str(location), hint="Give a file of the task, or a folder that holds it."
+                "does not exist", where=str(location), hint="Pass a file of the task, or a folder that contains it."
             )
     ranked: dict[int, list[Path]] = {}
     for path in inside:
@@ -606,7 +606,7 @@ def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
             ranked.setdefault(split_ranks[_squeezed(stem)], []).append(path)
     best = ranked[min(ranked)] if ranked else [None]
     if len(best) > 1:
-        raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), hint="Give only one of them.")
+        raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), hint="Pass only one of them.")
     return best[0]
 
 
@@ -625,7 +625,7 @@ def _squeezed(name: str) -> str:
 def _from_hub(name: str, pattern: str, offline: bool) -> list[Path]:
     dataset = TASKS[name].dataset
     if not dataset or not pattern:
-        raise DataError(f"{name} is not on the hub", hint="Give its file, or the folder that holds it: --data PATH.")
+        raise DataError(f"{name} is not on the hub", hint="Pass its file, or the folder that contains it: --data PATH.")
     repository = Repository(dataset, offline=offline)
     token = None if repository.cut_off else download.token()
     return [
@@ -687,7 +687,7 @@ def files_of(files: TaskFiles) -> list[Path]:
 def present(files: TaskFiles) -> tuple[list[str], list[str]]:
     """Names of the parts whose files are there, and of the others. Raises DataError where none is."""
     if not files.paths:
-        raise DataError("CORE is not on the hub", hint="Give the folder with DCLM's files: --data PATH.")
+        raise DataError("CORE is not on the hub", hint="Pass the folder with DCLM's files: --data PATH.")
     there = [name for name in PARTS if look(_called(name), files.paths, SPLITS, what=name)]
     if not there:
         hint = f"Add files named {', '.join(f'{name}.jsonl' for name in PARTS)} (.zst, .gz), or .parquet."

@@ -48,8 +48,8 @@ IDLE_STEPS = 2
 def check_finite(numbers: Tensor) -> None:
     """Raises CheckpointError where a number that a model computed is not finite."""
     if not all(map(math.isfinite, numbers.flatten().tolist())):
-        what = "the model computes logits that are not finite: its weights are finite, and too large to compute with"
-        raise CheckpointError(what, hint="Train it again with lower learning rates, or name an earlier checkpoint.")
+        what = "the model computes logits that are not finite: its weights are finite, but too large to compute with"
+        raise CheckpointError(what, hint="Train it again with lower learning rates, or use an earlier checkpoint.")
 
 
 class Drafter:
@@ -62,7 +62,7 @@ class Drafter:
     def __init__(self, most: int) -> None:
         """At most so many tokens at once; raises ConfigError for less than 0 or more than MAX_DRAFT_TOKENS."""
         if not 0 <= most <= MAX_DRAFT_TOKENS:
-            hint = "0 guesses none; 8 suits answers that repeat parts of their prompt."
+            hint = "0 turns it off; 8 suits answers that repeat parts of their prompt."
             raise ConfigError(
                 f"must be at least 0 and at most {MAX_DRAFT_TOKENS}, got {most}", where="draft_tokens", hint=hint
             )
@@ -286,7 +286,7 @@ class Engine:
         """
         if not 0 < len(ids) <= self.context:
             what = f"the text has {len(ids)} tokens, and the model takes 1 to {self.context}"
-            raise DataError(what, hint="Shorten the text." if ids else "Give at least one token.")
+            raise DataError(what, hint="Shorten the text." if ids else "Pass at least one token.")
         hidden = self.model(torch.tensor([list(ids)], device=self.model.embed.weight.device))
         mean: Tensor = hidden[0].float().mean(dim=0).cpu()
         check_finite(mean.sum())
@@ -302,15 +302,15 @@ class Engine:
         """Raises DataError for a prompt that is empty or leaves no room, and for a bias of a token that is none."""
         self.check_tokens((id for id, _ in sampling.logit_bias), "logit_bias")
         if not ids:
-            raise DataError("the prompt is empty", hint="Give at least one id.")
+            raise DataError("the prompt is empty", hint="Pass at least one token ID.")
         if len(ids) >= self.context:
             hint = "Shorten the conversation."
-            raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
+            raise DataError(f"the prompt has {len(ids)} tokens, but the model's context is {self.context}", hint=hint)
 
 
 def unpacked(cache_dtype: torch.dtype) -> ConfigError:
     what = f"keys and values in {str(cache_dtype).removeprefix('torch.')} need weights that are packed"
-    hint = "Leave it out: they are then in the number format of the weights. Only models on the CPU are packed."
+    hint = "Remove it to use the number format of the weights. Only models on the CPU are packed."
     return ConfigError(what, where="kv_dtype", hint=hint)
 
 

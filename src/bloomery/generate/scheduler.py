@@ -353,8 +353,8 @@ class Scheduler:
             most = max_running * Pages.needed(engine.context) * page_bytes
             memory_bytes = min(most, free_device_bytes(like.device) // CACHE_SHARE)
         if memory_bytes < page_bytes:
-            what = f"{size(memory_bytes)} of memory hold no keys and values of 32 tokens, which take {size(page_bytes)}"
-            raise ConfigError(what, where="memory_bytes", hint=f"Give at least {size(page_bytes)}.")
+            what = f"{size(memory_bytes)} of memory cannot hold keys and values of 32 tokens ({size(page_bytes)})"
+            raise ConfigError(what, where="memory_bytes", hint=f"Set at least {size(page_bytes)}.")
         self.num_pages = memory_bytes // page_bytes
         self._steps = (
             _ModelSteps(engine, self.num_pages)
@@ -395,16 +395,16 @@ class Scheduler:
         room = min(request.sampling.max_tokens, self.engine.context - len(request.ids))
         if Pages.needed(len(request.ids) + room) > self.num_pages:
             longest = len(request.ids) + room
-            what = f"prompt and answer may take {longest:,} tokens; there is memory for {self.num_pages * PAGE:,}"
-            raise DataError(what, where="max_tokens", hint="Ask for a shorter answer, or shorten the prompt.")
+            what = f"prompt and answer may take {longest:,} tokens, but memory holds only {self.num_pages * PAGE:,}"
+            raise DataError(what, where="max_tokens", hint="Request a shorter answer, or shorten the prompt.")
         sequence = _Sequence(
             ticket, TokenSampler(request.sampling, request.ids), list(request.ids), room, Drafter(self.draft_tokens)
         )
         with self._wake:
             if self._closing:
-                raise RunError("the model was closed", hint="Start it again.")
+                raise RunError("the model was closed", hint="Load it again.")
             if len(self._waiting) >= self.max_waiting:
-                raise RunError(f"{self.max_waiting} requests wait already", hint="Ask again later.")
+                raise RunError(f"{self.max_waiting} requests are already waiting", hint="Try again later.")
             if not room:
                 ticket._end("length")
                 return ticket

@@ -1,5 +1,5 @@
 """
-The GPUs of a machine, as its kernel, its bus and, inside Windows, its tools tell. Nothing is asked of torch.
+The GPUs of a machine, as reported by its kernel, its bus and, under Windows, its tools. Nothing is asked of torch.
 
 Sources: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (nodes), the NVIDIA driver's files below /proc/driver/nvidia.
 """
@@ -18,7 +18,7 @@ KFD_VENDOR_AMD, KFD_VENDOR_HYGON = 4098, 7572  # 0x1002, 0x1d94; NVIDIA's open d
 PCI_MAKERS: dict[str, Maker] = {"0x1002": "amd", "0x10de": "nvidia", "0x1d94": "hygon"}
 LENT = ("vfio-pci", "pci-stub")
 """Drivers that keep a card for a virtual machine."""
-PCI_CLASSES = ("0x03", "0x12", "0x0b40")  # displays, accelerators, co-processors: bridges of the same maker are no GPUs
+PCI_CLASSES = ("0x03", "0x12", "0x0b40")  # displays, and accelerators of two classes; bridges are not GPUs
 INTEGRATED = frozenset(
     {"gfx801", "gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103"}
     | {"gfx1150", "gfx1151", "gfx1152", "gfx1153"}

@@ -69,7 +69,7 @@ def read_hosts(path: Path) -> list[HostLine]:
             lines = file.read(MAX_FILE_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot be read: {error}", where=str(path), hint="Give a text file that lists the hosts."
+            f"cannot be read: {error}", where=str(path), hint="Use a text file that lists the hosts."
         ) from None
     hosts = list[HostLine]()
     for number, line in enumerate(lines, 1):

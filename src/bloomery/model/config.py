@@ -112,7 +112,7 @@ class LinearScaling(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
-    """How many times the context is longer."""
+    """Factor by which the context is longer."""
 
 
 class Llama3Scaling(Config):
@@ -156,7 +156,7 @@ class YarnScaling(Config):
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
-    """How many times the context is longer."""
+    """Factor by which the context is longer."""
     original_context_length: Context
     """Context that the weights were trained with."""
     beta_fast: Frequency = 32.0
@@ -500,7 +500,7 @@ class Lora(Config):
 
     @property
     def frozen_dtype(self) -> Base:
-        """The format that `base_dtype` names. What "auto" stands for is put in its place where the model is known."""
+        """The format that `base_dtype` names. "auto" is replaced once the model is known."""
         assert self.base_dtype != "auto", "the model that says which format auto is was not looked at"
         return self.base_dtype
 

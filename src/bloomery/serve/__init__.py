@@ -1,1 +1,1 @@
-"""Models behind HTTP, and the page to talk to them."""
+"""The HTTP server and the chat page."""

@@ -44,7 +44,7 @@ class StoppedError(RunError):
     """An answer that ended before its end, because the client hung up or the server closes."""
 
     def __init__(self) -> None:
-        super().__init__("the answer was stopped", hint="The server is closing. Start it again and ask again.")
+        super().__init__("the answer was stopped", hint="The server is closing. Start it, and repeat the request.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +316,12 @@ class TextAnswerer:
         return _Prepared(self, asked, tuple(prompts), self.words.stop_ids, 0)
 
     def _renderer(self, asked: Asked) -> RendererProtocol:
-        """The chat template. Raises DataError where there is none, or it was not made for tools."""
+        """The chat template. Raises DataError where there is none, or it does not support tools."""
         renderer = self._chat_renderer()
         speaks_of_tools = asked.tools or any("tool_calls" in message for message in asked.messages)
         if speaks_of_tools and self.tool_format is None:
-            what = f"the chat template of {self.name} was not made for tools"
-            hint = "Leave the tools out, or ask a model whose template writes them."
+            what = f"the chat template of {self.name} does not support tools"
+            hint = "Remove the tools, or use a model whose template supports them."
             raise DataError(what, where="tools" if asked.tools else "messages", hint=hint)
         return renderer
 
@@ -330,7 +330,7 @@ class TextAnswerer:
             return self.words.renderer()
         except CheckpointError as error:
             what = f"{self.name} has no chat template: it continues text"
-            hint = f"Ask POST /v1/completions with a prompt. In a terminal: {error.hint}"
+            hint = f"Use POST /v1/completions with a prompt. In a terminal: {error.hint}"
             raise DataError(what, where="messages", hint=hint) from None
 
     @cached_property
@@ -394,7 +394,7 @@ class TextAnswerer:
         opening = list(self.words.opening)
         ids = self.words.tokenizer.encode_within(prompt, self.words.context - len(opening))
         if isinstance(ids, int):
-            what = f"takes at least {ids + len(opening)} tokens, and {self.name} has a context of {self.words.context}"
+            what = f"takes at least {ids + len(opening)} tokens, but {self.name} has a context of {self.words.context}"
             raise TooLongError(what, where=where, hint="Shorten it.")
         return [*opening, *ids] or sorted(self.words.stop_ids)[:1]
 
@@ -419,7 +419,7 @@ class TextAnswerer:
 
     def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str, max_tokens: int) -> None:
         if len(ids) >= max_tokens:
-            what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self.words.context}"
+            what = f"{subject} takes {len(ids)} tokens, but {self.name} has a context of {self.words.context}"
             raise TooLongError(what, where=where, hint=hint)
 
     @cached_property

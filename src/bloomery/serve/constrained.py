@@ -1,5 +1,5 @@
 """
-Answers of a given form: JSON, a JSON Schema, a regular expression, one of some texts, a grammar, or the call of a tool.
+Structured output: JSON, a JSON Schema, a regular expression, a choice of texts, a grammar, or a tool call.
 
 The package llguidance compiles a form to a matcher over the model's tokens. Before each token it names the tokens that
 may follow. What is sampled is then always the beginning of a text of that form.
@@ -103,7 +103,7 @@ def _check_multiples(source: str, field: str) -> None:
 
 def _too_many_remainders(field: str) -> DataError:
     what = f"its values of multipleOf need more than {MAX_REMAINDERS:,} states"
-    return DataError(what, where=field, hint="Use smaller values, or leave multipleOf out.")
+    return DataError(what, where=field, hint="Use smaller values, or remove multipleOf.")
 
 
 def object_form(field: str) -> Form:
@@ -217,7 +217,7 @@ def _compiled(tokens: llguidance.LLTokenizer, form: Form) -> llguidance.LLMatche
         problem = str(error)
     if problem:
         what = f"this form cannot be compiled: {shorten(problem)}"
-        raise DataError(what, where=form.field, hint="Correct it, or leave out what it names.")
+        raise DataError(what, where=form.field, hint="Correct it, or remove the named part.")
     return matcher
 
 
@@ -246,7 +246,7 @@ class FormConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             what = f"an answer of this form takes too much work: {shorten(self._matcher.get_error())}"
-            raise DataError(what, where=self._form.field, hint="Make it simpler.")
+            raise DataError(what, where=self._form.field, hint="Simplify it.")
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------

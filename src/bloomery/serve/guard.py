@@ -1,5 +1,5 @@
 """
-What strangers may cost a server, and who is answered.
+Limits on what clients may cost the server, and access control.
 
     Connection   limits of time and number for connections, around uvicorn's HTTP
     Guard        limits of bytes for bodies; the token; no request of a foreign page

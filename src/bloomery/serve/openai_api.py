@@ -127,17 +127,17 @@ class WireMessage(BaseModel):
         """The message. Raises DataError for one that cannot be read; `where` is its path in the request."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
-                what = "this server does not know that field of a message"
-                raise DataError(what, where=name[:SHOWN], hint="Leave it out.")
+                what = "this server does not support that field of a message"
+                raise DataError(what, where=name[:SHOWN], hint="Remove it.")
         calls = _calls(self.tool_calls, f"{where}.tool_calls") if self.tool_calls else []
         if calls and self.role != "assistant":
-            raise DataError(f"a message of the {self.role} calls no tools", where=f"{where}.tool_calls")
+            raise DataError(f"a message from the {self.role} cannot call tools", where=f"{where}.tool_calls")
         if self.content is None and not calls:
             raise DataError("is required", where=f"{where}.content")
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         if problem := bad_character(text, "a message"):
-            raise DataError(f"{problem.reason}: {problem.what}", where="messages", hint="Leave that character out.")
+            raise DataError(f"{problem.reason}: {problem.what}", where="messages", hint="Remove that character.")
         message = ToolMessage(role="system" if self.role == "developer" else self.role, content=text)
         if calls:
             message["tool_calls"] = calls
@@ -152,17 +152,17 @@ class WireMessage(BaseModel):
 def _calls(value: object, where: str) -> list[dict[str, Any]]:
     """The calls of a message as templates read them: with arguments as JSON data. Raises DataError."""
     if not isinstance(value, list) or len(value) > MAX_CALLS:
-        raise DataError(f"has to be a list of at most {MAX_CALLS} calls, got {_shown(value)}", where=where)
+        raise DataError(f"must be a list of at most {MAX_CALLS} calls, got {_shown(value)}", where=where)
     calls = []
     for number, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"is no call of a function: {_shown(call)}", where=f"{where}.{number}")
+            raise DataError(f"is not a function call: {_shown(call)}", where=f"{where}.{number}")
         arguments = function.get("arguments", {})
         arguments = _json_text(arguments, f"{where}.{number}.function.arguments")
         _check_characters(call, f"{where}.{number}")
         if not isinstance(arguments, dict):
-            raise DataError(f"is no object: {_shown(arguments)}", where=f"{where}.{number}.function.arguments")
+            raise DataError(f"is not an object: {_shown(arguments)}", where=f"{where}.{number}.function.arguments")
         named = {"name": function["name"], "arguments": arguments}
         calls.append({"id": str(call.get("id", "")), "type": "function", "function": named})
     return calls
@@ -202,8 +202,8 @@ class WireRequest(BaseModel):
                 continue
             if name in ASKS_NOTHING:
                 accepted = " or ".join(json.dumps(one) for one in ASKS_NOTHING[name])
-                what = f"this server does not do {_shown(value)}, only {accepted}"
-                raise DataError(what, where=name[:SHOWN], hint="Leave it out.")
+                what = f"this server does not support {_shown(value)}, only {accepted}"
+                raise DataError(what, where=name[:SHOWN], hint="Remove it.")
             known = sorted(set(type(self).model_fields) - {"model", "messages", "stream", "stream_options"})
             raise DataError("unknown field", where=name[:SHOWN], hint=f"Fields are {', '.join(known)}.")
 
@@ -246,13 +246,13 @@ class SamplingRequest(WireRequest):
         """Raises DataError for a setting that is out of its limits."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
-            raise DataError("a stop string is empty", where="stop", hint="Every text begins with it. Leave it out.")
+            raise DataError("a stop string is empty", where="stop", hint="Every text begins with it. Remove it.")
         values: dict[str, Any] = {name: getattr(self, name) for name in LIMITS if name != "max_tokens"}
         biases = None if not self.logit_bias else _biases(self.logit_bias)
         return SamplingConfig.of({**values, "max_tokens": self.longest, "logit_bias": biases, "stop": stop})
 
     def form(self) -> Form | None:
-        """What the answer has to be. Raises DataError for several forms, or one that is not understood."""
+        """What the answer must be. Raises DataError for several forms, or one that is not understood."""
         forms = [*_response_forms(self.response_format, "response_format")]
         if self.guided_json is not None:
             forms.append(schema_form(_schema(self.guided_json, "guided_json"), "guided_json"))
@@ -263,8 +263,8 @@ class SamplingRequest(WireRequest):
         if self.guided_grammar is not None:
             forms.append(grammar_form(self.guided_grammar, "guided_grammar"))
         if len(forms) > 1:
-            what = f"{forms[0].field} asks for another form"
-            raise DataError(what, where=forms[1].field, hint="Ask for one form.")
+            what = f"{forms[0].field} requests another form"
+            raise DataError(what, where=forms[1].field, hint="Request only one form.")
         return forms[0] if forms else None
 
 
@@ -281,7 +281,7 @@ def _response_forms(value: object, field: str) -> Iterator[Form]:
         schema = inside.get("schema") if isinstance(inside, dict) else None
         yield schema_form(_schema(schema, f"{field}.schema"), field)
     elif kind != "text":
-        what = f"has no type that this server knows, got {_shown(value)}"
+        what = f"has no supported type, got {_shown(value)}"
         raise DataError(what, where=field, hint='Types are "text", "json_object" and "json_schema".')
 
 
@@ -289,7 +289,7 @@ def _schema(value: object, where: str) -> object:
     """A JSON Schema, also as text. Raises DataError."""
     schema = _json_text(value, where)
     if not isinstance(schema, dict):
-        raise DataError(f"has to be a JSON Schema, got {_shown(schema)}", where=where)
+        raise DataError(f"must be a JSON Schema, got {_shown(schema)}", where=where)
     return schema
 
 
@@ -302,7 +302,7 @@ def _json_text(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise DataError(f"is no JSON, or nested too deeply: {_shown(value)}", where=where) from None
+        raise DataError(f"is not JSON, or is nested too deeply: {_shown(value)}", where=where) from None
 
 
 def _check_characters(value: object, where: str) -> None:
@@ -311,29 +311,29 @@ def _check_characters(value: object, where: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         what = "holds half a character (a lone surrogate)"
-        raise DataError(what, where=where, hint="Leave that character out.") from None
+        raise DataError(what, where=where, hint="Remove that character.") from None
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _texts(value: object, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise DataError(f"has to be a list of texts, got {_shown(value)}", where=where)
+        raise DataError(f"must be a list of texts, got {_shown(value)}", where=where)
     return value
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
     """An object of token IDs and biases. SamplingConfig checks how many, and how large. Raises DataError."""
     if not isinstance(value, dict):
-        raise DataError(f"has to be an object of token IDs and biases, got {_shown(value)}", where="logit_bias")
+        raise DataError(f"must be an object of token IDs and biases, got {_shown(value)}", where="logit_bias")
     biases = []
     for id, bias in value.items():
         if not (id.isascii() and id.isdecimal() and len(id) < 10):
-            raise DataError(f"{_shown(id)} is no token ID", where="logit_bias")
+            raise DataError(f"{_shown(id)} is not a token ID", where="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise DataError(f"the bias of {id} is {_shown(bias)}, and no number", where="logit_bias")
+            raise DataError(f"the bias of {id} is {_shown(bias)}, not a number", where="logit_bias")
         biases.append((int(id), float(bias)))
     return tuple(biases)
 
@@ -360,11 +360,11 @@ class ChatRequest(SamplingRequest):
         self.check_unknown()
         messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
         if self.top_logprobs and not self.logprobs:
-            raise DataError("needs logprobs: true", where="top_logprobs", hint="Set logprobs, or leave this out.")
+            raise DataError("needs logprobs: true", where="top_logprobs", hint="Set logprobs, or remove this field.")
         tools, calls = _tools(self.tools, self.tool_choice)
         form = self.form()
         if calls == "required" and form is not None:
-            raise DataError("asks for a form, and tool_choice for a call", where=form.field, hint="Leave one out.")
+            raise DataError("asks for a form, but tool_choice for a call", where=form.field, hint="Remove one of them.")
         return Asked(
             sampling=self.sampling(),
             messages=messages,
@@ -382,12 +382,12 @@ def _tools(value: object, choice: object) -> tuple[tuple[dict[str, Any], ...], L
     """The tools that a model may call, and whether it has to. Raises DataError."""
     tools = value or []
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise DataError(f"has to be a list of at most {MAX_TOOLS} tools, got {_shown(tools)}", where="tools")
+        raise DataError(f"must be a list of at most {MAX_TOOLS} tools, got {_shown(tools)}", where="tools")
     for number, tool in enumerate(tools):
         _check_tool(tool, f"tools.{number}")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise DataError("two tools have the same name", where="tools", hint="Give each tool a name of its own.")
+        raise DataError("two tools have the same name", where="tools", hint="Give each tool its own name.")
     match choice:
         case None | "auto":
             return tuple(tools), "auto"
@@ -398,7 +398,7 @@ def _tools(value: object, choice: object) -> tuple[tuple[dict[str, Any], ...], L
         case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
             named = [name]
         case _:
-            what = f"has to be auto, none, required, or name a function, got {_shown(choice)}"
+            what = f"must be auto, none, required, or name a function, got {_shown(choice)}"
             raise DataError(what, where="tool_choice")
     chosen = tuple(tool for tool in tools if tool["function"]["name"] in named)
     if not chosen:
@@ -409,14 +409,14 @@ def _tools(value: object, choice: object) -> tuple[tuple[dict[str, Any], ...], L
 def _check_tool(tool: object, where: str) -> None:
     """Raise DataError for what is no function with a name and a schema."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        raise DataError(f'has to be of the type "function", got {_shown(tool)}', where=where)
+        raise DataError(f'must be of the type "function", got {_shown(tool)}', where=where)
     function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= TOOL_NAME_CHARS:
-        what = f"has to be a text of at most {TOOL_NAME_CHARS} characters, got {_shown(name)}"
+        what = f"must be a text of at most {TOOL_NAME_CHARS} characters, got {_shown(name)}"
         raise DataError(what, where=f"{where}.function.name")
     if not isinstance(function.get("parameters") or {}, dict):
-        raise DataError(f"is no JSON Schema: {_shown(function['parameters'])}", where=f"{where}.function.parameters")
+        raise DataError(f"is not a JSON Schema: {_shown(function['parameters'])}", where=f"{where}.function.parameters")
 
 
 class ResponsesRequest(WireRequest):
@@ -457,7 +457,7 @@ class ResponsesRequest(WireRequest):
             hint = "Send the whole conversation as input."
             raise DataError("this server keeps no responses", where="previous_response_id", hint=hint)
         if self.text is not None and (not isinstance(self.text, dict) or set(self.text) - {"format"}):
-            raise DataError(f"has to be an object with a format, got {_shown(self.text)}", where="text")
+            raise DataError(f"must be an object with a format, got {_shown(self.text)}", where="text")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         values = {
             "model": self.model,
@@ -484,7 +484,7 @@ def _as_messages(value: object) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > MAX_MESSAGES:
-        raise DataError(f"has to be a text or a list of items, got {_shown(value)}", where="input")
+        raise DataError(f"must be a text or a list of items, got {_shown(value)}", where="input")
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(value):
         match item:
@@ -500,7 +500,7 @@ def _as_messages(value: object) -> list[dict[str, Any]]:
             case {"role": role, "content": content} if item.get("type", "message") == "message":
                 messages.append({"role": role, "content": _plain_parts(content)})
             case _:
-                raise DataError(f"is no item that this server knows: {_shown(item)}", where=f"input.{index}")
+                raise DataError(f"is not a supported item: {_shown(item)}", where=f"input.{index}")
     return messages
 
 
@@ -546,9 +546,9 @@ class CompletionRequest(SamplingRequest):
         self.check_unknown()
         prompts, choices = _prompts(self.prompt, "prompt"), self.best_of or self.n or 1
         if choices < (self.n or 1):
-            raise DataError(f"is {choices}, and n is {self.n}", where="best_of", hint="It is at least n.")
+            raise DataError(f"is {choices}, but n is {self.n}", where="best_of", hint="Set it to at least n.")
         if choices > (self.n or 1) and self.stream:
-            raise DataError("the best answers are known at the end", where="best_of", hint="Do not stream.")
+            raise DataError("the best answers are known only at the end", where="best_of", hint="Set stream to false.")
         if len(prompts) * choices > MAX_SEQUENCES:
             what = f"{len(prompts)} prompts with {choices} answers each; {MAX_SEQUENCES} answers are allowed"
             raise DataError(what, where="prompt")
@@ -568,12 +568,12 @@ def _prompts(value: object, where: str, most: int = MAX_SEQUENCES) -> tuple[str 
     for entry in value if isinstance(value, list) and value and not _is_ids(value) else [value]:
         if isinstance(entry, str):
             if problem := bad_character(entry, "it"):
-                raise DataError(f"{problem.reason}: {problem.what}", where=where, hint="Leave that character out.")
+                raise DataError(f"{problem.reason}: {problem.what}", where=where, hint="Remove that character.")
             prompts.append(entry)
         elif _is_ids(entry):
             prompts.append(tuple(entry))  # type: ignore[arg-type]
         else:
-            what = f"has to be a text, a list of texts, or lists of token IDs, got {_shown(value)}"
+            what = f"must be a text, a list of texts, or lists of token IDs, got {_shown(value)}"
             raise DataError(what, where=where)
         if len(prompts) > most:
             raise DataError(f"has more than {most} texts", where=where)
@@ -623,7 +623,7 @@ class TokenizeRequest(WireRequest):
             return None
         text: str = getattr(self, sources[0])
         if problem := bad_character(text, "it"):
-            raise DataError(f"{problem.reason}: {problem.what}", where=sources[0], hint="Leave that character out.")
+            raise DataError(f"{problem.reason}: {problem.what}", where=sources[0], hint="Remove that character.")
         return text
 
     def conversation(self) -> tuple[Message, ...]:
@@ -642,7 +642,7 @@ class DetokenizeRequest(WireRequest):
     def ids(self) -> tuple[int, ...]:
         self.check_unknown()
         if self.tokens != [] and not _is_ids(self.tokens):
-            raise DataError(f"has to be a list of token IDs, got {_shown(self.tokens)}", where="tokens")
+            raise DataError(f"must be a list of token IDs, got {_shown(self.tokens)}", where="tokens")
         return tuple(self.tokens)
 
 
@@ -658,7 +658,7 @@ def parsed(kind: type[WireKind], body: bytes, content_type: str) -> WireKind:
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos : error.pos + SHOWN + 1]
         spot = f"where it reads {_shown(rest)}" if rest else "where it ends"
-        what = f"the body is no JSON: {error.msg} at character {error.pos}, {spot}"
+        what = f"the body is not JSON: {error.msg} at character {error.pos}, {spot}"
         raise DataError(what, hint=ACCEPTED) from None
     except ValueError as error:
         raise DataError(f"the body cannot be read: {error}", hint=ACCEPTED) from None

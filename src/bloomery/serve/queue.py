@@ -40,7 +40,7 @@ class BusyError(RunError):
 
     def __init__(self, count: int, retry_after: int) -> None:
         self.retry_after = retry_after
-        super().__init__(f"{count} requests wait already", hint=f"Ask again in {retry_after} seconds.")
+        super().__init__(f"{count} requests are already waiting", hint=f"Try again in {retry_after} seconds.")
 
 
 class GenerationRequest:

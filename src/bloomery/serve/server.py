@@ -1,5 +1,5 @@
 """
-Models behind HTTP: what the `openai` client speaks, and the page to talk to them.
+The HTTP server: OpenAI's API for models, and the chat page.
 
     GET  /                      the page, with /static/*
     GET  /v1/models             every model of every run folder
@@ -459,21 +459,21 @@ def _listen(host: str, port: int, token: str | None) -> tuple[socket.socket, boo
     """A socket, and whether only this machine reaches it."""
     where = f"{host}:{port}"
     if not 0 <= port < 2**16:
-        raise ConfigError(f"cannot listen there: {port} is no port", where=where, hint="Ports go from 0 to 65535.")
+        raise ConfigError(f"cannot listen there: {port} is not a port", where=where, hint="Use a port from 0 to 65535.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         private = ipaddress.ip_address(address[0]).is_loopback
         if not private and token is None:
-            what = f"everyone who reaches {host} could use the models: this address needs a token"
+            what = f"anyone who can reach {host} could use the models, so this address needs a token"
             raise ConfigError(what, where="--token", hint=f"For example: {proposal(_command(host, port))}")
         return socket.create_server(address[:2], family=family), private
     except UnicodeError as error:  # of IDNA, which has labels of 1 to 63 characters
         hint = "--host takes an address of this machine, for example 127.0.0.1."
-        what = f"cannot listen there: {shorten(host)!r} is no host name ({error.__cause__ or error})"
+        what = f"cannot listen there: {shorten(host)!r} is not a host name ({error.__cause__ or error})"
         raise ConfigError(what, where="--host", hint=hint) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             hint = f"Choose another port: bloomery serve --port {port + 1}"
             raise ConfigError("another program listens there", where=where, hint=hint) from None
-        hint = "--host takes an address of this machine, and ports below 1024 need rights."
+        hint = "--host takes an address of this machine, and ports below 1024 need special rights."
         raise ConfigError(f"cannot listen there: {error.strerror or error}", where=where, hint=hint) from None

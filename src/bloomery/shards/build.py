@@ -67,7 +67,7 @@ class Chosen(NamedTuple):
 
 
 def keys(ids: SortKeys, seed: int, stream: str, epoch: int) -> SortKeys:
-    """Sort keys of documents in an epoch of a stream: a bijection of the 64-bit hashes of document ids."""
+    """Sort keys of documents in an epoch of a stream: a bijection of the 64-bit hashes of document IDs."""
     salt = hashlib.sha256(f"{seed} {stream} {epoch}".encode()).digest()
     return splitmix64(ids ^ np.uint64(int.from_bytes(salt[:8], "little")))
 

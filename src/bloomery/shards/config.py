@@ -24,7 +24,7 @@ class ImportedShards(Config):
     """Token files of other programs: llm.c, nanoGPT or 1386.ai. The recipe's documents are not used then."""
 
     folder: DiskPath
-    """The folder of token files. `train` and `val` in their names tell training from validation."""
+    """The folder of token files. `train` and `val` in their names distinguish training from validation."""
     document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits a token")] | None = None
     """The token between documents. None: the tokenizer's."""
     headerless: Literal["uint16", "uint32"] | None = None

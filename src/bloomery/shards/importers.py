@@ -141,7 +141,7 @@ def _binaries(folder: Path) -> list[Path]:
         raise UnreachableError("there is no such folder", where=str(folder), hint=hint)
     files = sorted(folder.glob("*.bin"))
     if not files:
-        raise DataError("holds no .bin files", where=str(folder), hint="Give a folder of token files.")
+        raise DataError("holds no .bin files", where=str(folder), hint="Use a folder of token files.")
     return files
 
 

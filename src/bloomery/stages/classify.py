@@ -63,9 +63,9 @@ def _done_without(config: Classify, settings: Contrast | Labeled, error: TooFewE
     fraction = settings.test_fraction
     needs = f"about {classifier.enough(fraction)} {texts} are enough, with test_fraction={fraction:g}"
     if config.required is not False:
-        hint = f"Give more: {needs}. If no limit uses its scores, classify.required=false skips it."
+        hint = f"Add more: {needs}. If no threshold uses its scores, classify.required=false skips it."
         raise DataError(error.what, where=f"classify, classifier {settings.name!r}", hint=hint) from None
-    info(f"classify: skips {settings.name!r}, which no limit uses: {error.what}; {needs}", "yellow")
+    info(f"classify: skipped {settings.name!r}, which no threshold uses: {error.what}; {needs}", "yellow")
     return f"{error.what}; {needs}"
 
 

@@ -65,7 +65,7 @@ def _is_a_folder(name: str) -> str:
     if problem := path_problem(name):
         raise ValueError(problem)
     if name.endswith(".") or WINDOWS_DEVICE.fullmatch(name):
-        raise ValueError(f"Windows has no folder {name!r}, and a run folder may move there: take another name")
+        raise ValueError(f"Windows allows no folder {name!r}, and a run folder may move there: choose another name")
     return name
 
 
@@ -85,7 +85,7 @@ class Fetch(Parallel):
     def _names_differ(self) -> "Fetch":
         names = [source.name for source in self.sources]
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, and so would their documents' ids")
+            raise ValueError(f"two sources have the name {twice[0]!r}, so their documents would have the same IDs")
         return self
 
 
@@ -115,7 +115,7 @@ class ClassifierTraining(Config):
     def _ngrams_ascend(self) -> "ClassifierTraining":
         for gram_range in (self.ngrams, self.character_ngrams):
             if gram_range is not None and gram_range[0] > gram_range[1]:
-                raise ValueError(f"ngrams are shortest, longest; got {gram_range}")
+                raise ValueError(f"ngrams must be [shortest, longest], got {gram_range}")
         return self
 
 
@@ -125,7 +125,7 @@ ClassifierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 class Contrast(ClassifierTraining):
     """
     The fetched documents against damaged copies: shuffled words, cut lines, repeated phrases, broken characters, and
-    spam instead of the text. A copy is as long as its document, so length tells nothing. A score is the probability
+    spam instead of the text. A copy is as long as its document, so length gives no hint. A score is the probability
     that a text is worth keeping.
     """
 
@@ -169,7 +169,7 @@ class Labeled(ClassifierTraining):
     @model_validator(mode="after")
     def _labels_differ(self) -> "Labeled":
         if both := set(self.positive) & set(self.negative):
-            raise ValueError(f"the label {min(both, key=str)!r} is positive and negative")
+            raise ValueError(f"the label {min(both, key=str)!r} is both positive and negative")
         if self.negative_below is not None and self.positive_from is None:
             raise ValueError(f"negative_below={self.negative_below} needs positive_from too")
         if self.negative_below is not None and self.negative_below > (self.positive_from or 0.0):
@@ -186,7 +186,7 @@ class Classify(ClassifierTraining):
     """
 
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
-    """Several named classifiers, in place of a single one."""
+    """Several named classifiers, instead of a single one."""
     labeled: DiskPath | None = None
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
@@ -209,7 +209,7 @@ class Classify(ClassifierTraining):
             key for key in (*ClassifierTraining.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)
         ]
         if self.classifiers and moved:
-            raise ValueError(f"{moved[0]} belongs into [[classify.classifiers]] where classifiers are named")
+            raise ValueError(f"{moved[0]} belongs in [[classify.classifiers]] if classifiers are named")
         return self
 
     @property
@@ -232,13 +232,13 @@ class MinScore(Config):
 
 class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
-    """Rules, in this order. The first that a document breaks is its reason. A preset stands for its rules."""
+    """Rules, in this order. The first rule that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
     """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
-    """Other limits for some domains."""
+    """Other thresholds for some domains."""
     thresholds: ThresholdTable = ()
-    """Limits for any classifier, in this order after those above. Or the name of a preset, "seed-1386"."""
+    """Thresholds for any classifier, in this order after `min_score`. Or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
     @classmethod
@@ -301,8 +301,8 @@ class Dedup(Parallel):
 
     preset: Literal["seed-1386"] | None = None
     """
-    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
-    settings; one of them that says something else is an error.
+    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It replaces these settings.
+    Another value of one of them is an error.
     """
     num_perm: Annotated[int, Between(1, 2**14, MINIMA)] = 112
     """Number of minima in a signature."""
@@ -317,7 +317,7 @@ class Dedup(Parallel):
     verify: bool = True
     """Whether to drop a document only if a kept document is similar enough. Otherwise a shared band suffices."""
     threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
-    """With `verify`: the exact Jaccard with the kept document from which on a document is a duplicate."""
+    """With `verify`: minimum exact Jaccard similarity of a duplicate with the kept document."""
     seed: Seed = 0
     """Seed of the hash functions."""
     decontaminate: Decontaminate | None = None
@@ -337,7 +337,7 @@ class Dedup(Parallel):
     def _preset_is_not_contradicted(self) -> "Dedup":
         for name, value in DEDUP_PRESETS[self.preset].items():
             if getattr(self, name) != value:
-                raise ValueError(f"the preset {self.preset} says {name}={value!r}; leave out one of the two")
+                raise ValueError(f"the preset {self.preset} sets {name}={value!r}; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -345,7 +345,7 @@ class Dedup(Parallel):
         if self.num_perm % self.num_bands:
             most = min(self.num_bands, self.num_perm)
             near = next(number for number in range(most, 0, -1) if self.num_perm % number == 0)
-            raise ValueError(f"{self.num_perm} permutations are not {self.num_bands} equal bands; {near} would do")
+            raise ValueError(f"{self.num_perm} permutations do not make {self.num_bands} equal bands; use {near}")
         return self
 
 
@@ -367,7 +367,7 @@ class Shard(Parallel):
     imported: ImportedShards | None = None
     """Train on existing token files in place of documents."""
     weights: tuple[DomainWeight, ...] = ()
-    """The mix leaves out domains without a weight. Empty: all domains in their own proportion."""
+    """The mix leaves out domains without a weight. Empty: all domains in their natural proportions."""
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
@@ -393,7 +393,7 @@ class Shard(Parallel):
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Shard":
         if self.imported is not None and (self.weights or self.anneal or self.tokens):
-            raise ValueError("weights, anneal and tokens are for documents, and imported takes token files as they are")
+            raise ValueError("weights, anneal and tokens apply to documents, but imported uses token files as they are")
         no_domain_twice("weights", [weight.domain for weight in self.weights])
         return self
 
@@ -508,8 +508,8 @@ class Evaluate(Config):
         ]
         if runs and not self.run_code:
             raise ValueError(
-                f"tasks has {runs[0]}, which runs code that the model writes, and nobody has allowed that: say "
-                "evaluate.run_code=true, or leave the task out"
+                f"tasks has {runs[0]}, which runs code that the model writes and is not allowed: set "
+                "evaluate.run_code=true, or remove the task"
             )
         return self
 
@@ -524,7 +524,7 @@ def check_named_paths(section: str, config: Config) -> None:
         path: Path | None = getattr(config, name, None)
         is_kind = os.path.isfile if kind == "file" else os.path.isdir
         if path is not None and not is_kind(path.expanduser()):
-            hint = f"Name a {kind} that is there, or leave {section}.{name} out."
+            hint = f"Use an existing {kind}, or remove {section}.{name}."
             raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)
 
 

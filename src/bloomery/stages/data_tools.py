@@ -189,8 +189,8 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
         known = path.partition(".")[0] in ToolSections.model_fields
         config.apply_override(tree, (path if known else f"{tool.section}.{path}", value))
     if asked.tool == "decontaminate" and not (section.get("files") or section.get("tasks")):
-        hint = "Name files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
-        raise ConfigError("no evaluation task is named, so there is nothing to search for", hint=hint)
+        hint = "Pass files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
+        raise ConfigError("no evaluation task is set, so there is nothing to search for", hint=hint)
     if "tokenizer" in tree:
         tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(ToolSections, tree, where=f"bloomery data {asked.tool}")
@@ -213,17 +213,17 @@ def _check_paths(asked: DataCommand) -> None:
     read = [*asked.inputs, *asked.against, *([] if asked.tokenizer is None else [str(asked.tokenizer)])]
     for name in (*read, str(asked.out)):
         if any("\ud800" <= letter <= "\udfff" for letter in name):
-            hint = "Rename it, or name the folder that holds it: what is in there may be called as it likes."
-            raise DataError("is a name that is no UTF-8", where=ascii(name), hint=hint)
+            hint = "Rename it, or pass the folder that contains it. Names inside the folder do not matter."
+            raise DataError("is not valid UTF-8", where=ascii(name), hint=hint)
     out = _real(asked.out)
     for name in asked.inputs:
         if (folder := _real(Path(name))).is_dir() and out.is_relative_to(folder):
-            what = f"lies in {name}, so that the tool would read what it writes"
-            raise RunError(what, where=str(asked.out), hint="Name another folder with --out.")
+            what = f"lies in {name}, so the tool would read its own output"
+            raise RunError(what, where=str(asked.out), hint="Choose another folder with --out.")
     for name in read:
         if _real(Path(name)).is_relative_to(out):
             what = f"lies in {asked.out}, where the tool writes and removes files"
-            raise RunError(what, where=name, hint="Name another folder with --out.")
+            raise RunError(what, where=name, hint="Choose another folder with --out.")
 
 
 def _real(path: Path) -> Path:

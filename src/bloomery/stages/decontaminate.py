@@ -1,4 +1,4 @@
-"""Decontamination as a step of the stage dedup, and as a tool of its own: documents that hold text of tasks go."""
+"""Decontamination, as a step of the stage dedup and as a separate tool: remove documents with text of tasks."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""Stage dedup: of exact and near copies one is kept, and every other goes to duplicates/ and names it."""
+"""Stage dedup: keep one of each group of copies; the others go to duplicates/ with its ID."""
 
 import shutil
 from collections import Counter

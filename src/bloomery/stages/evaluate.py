@@ -92,7 +92,7 @@ def speaking(base: Loaded, tuned: Loaded) -> Loaded:
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    The scores of the tasks of the table, and CORE, over all questions, those that stand in the training text, and the
+    The scores of the tasks of the table, and CORE, over all questions, those that occur in the training text, and the
     others. Writes tasks.jsonl, a line for every question.
     """
     if not config.tasks:
@@ -137,7 +137,7 @@ def held_out_talks(
     candidates = held_out.turns(inputs["instruct"], first.tokenizer.hash)
     asked = held_out.drawn(candidates, config.conversations, config.seed, longest)
     if not asked:
-        hint = f"Lower evaluate.max_tokens ({config.max_tokens}), which has to fit behind the question."
+        hint = f"Lower evaluate.max_tokens ({config.max_tokens}), which must fit after the question."
         what = f"no validation conversation has an answer after {longest} tokens or fewer"
         raise DataError(what, where="evaluate.conversations", hint=hint)
     sampling = SamplingConfig(max_tokens=config.max_tokens, temperature=config.chat_temperature, seed=config.seed)
@@ -189,7 +189,7 @@ def bits_per_byte(base: Loaded, shards: Path | None, config: Evaluate, device: d
     domains = config.domains or tuple(sorted(texts))
     if missing := [domain for domain in domains if domain not in texts]:
         hint = f"Domains with validation documents: {', '.join(sorted(texts))}. Raise shard.val_fraction for more."
-        raise DataError(f"no validation document is of {', '.join(missing)}", where="evaluate.domains", hint=hint)
+        raise DataError(f"no validation document belongs to {', '.join(missing)}", where="evaluate.domains", hint=hint)
     scored = {
         domain: measure(base.model, base.tokenizer, up_to(texts[domain], config.val_bytes), device)
         for domain in domains

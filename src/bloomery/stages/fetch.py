@@ -1,5 +1,5 @@
 """
-Stage fetch: documents from every source into one folder, whole; what cannot be one goes to rejected/.
+Stage fetch: read whole documents from every source; input that cannot be a document goes to rejected/.
 
 Each piece of a source (a file, or a group of small ones) is a part that one worker reads. A source with a limit takes
 rounds, until its first pieces are known to reach the limit. A worker then reads the piece in which that happens once
@@ -234,9 +234,9 @@ def _reject_twins(states: Sequence[_Taken], out: Path) -> None:
             own = _id_at(out / name, position % 2**data_documents.ROW_BITS)
             same = other is state and its_number == number
             there, here = _place_of(other, its_number, own, 0), _place_of(state, number, own, int(same))
-            hint = f"Give source {state.source.name!r} another id_field, or none: then file and line make the id."
+            hint = f"Set another id_field for source {state.source.name!r}, or none: then file and line are the ID."
             raise DataError(
-                f"two documents have the id {own!r}: {there} and {here}", where=state.source.name, hint=hint
+                f"two documents have the ID {own!r}: {there} and {here}", where=state.source.name, hint=hint
             )
     files_of = places >> np.uint64(data_documents.ROW_BITS)
     for file in np.unique(files_of).tolist():

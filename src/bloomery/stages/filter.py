@@ -1,4 +1,4 @@
-"""Stage filter: rules, then limits on scores. Every document goes to kept/ or, with its reason, to dropped/."""
+"""Stage filter: rules, then thresholds on scores. Every document goes to kept/ or, with its reason, to dropped/."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -54,8 +54,8 @@ def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     """
     judged_by = str(inputs["classify"]) if "classify" in inputs else None
     if judged_by is None and config.needs_scores:
-        hint = "Leave min_score, min_scores and thresholds out, or run the stage classify before."
-        raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", hint=hint)
+        hint = "Remove min_score, min_scores and thresholds, or run the stage classify first."
+        raise DataError("there is a threshold on scores, but no classifier", where="filter", hint=hint)
     if judged_by is not None:
         _loaded(config, judged_by)  # reports a limit that no classifier can meet, before the work begins
     parts = [
@@ -74,7 +74,7 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     if not stats["kept"]:
         most = ", ".join(f"{reason} ({count})" for reason, count in list(stats["reasons"].items())[:3])
         hint = f"Loosen those rules in [filter]; {out / 'dropped'} has every document with its reason."
-        raise DataError(f"none of {stats['documents']} documents is kept: {most or 'no document came in'}", hint=hint)
+        raise DataError(f"none of {stats['documents']} documents is kept: {most or 'there was no input'}", hint=hint)
     return stats
 
 
@@ -202,4 +202,4 @@ def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:
         for domain in threshold.domains or ()
     }
     for domain in sorted(named - set(known)):
-        info(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")
+        info(f"filter: no document has the domain {domain!r}; the domains are {', '.join(sorted(known))}", "yellow")

@@ -148,6 +148,6 @@ def template_of(folder: Path) -> Template:
     name, written = facts.get("template_name", "bloomery"), facts["template"]
     if name not in TEMPLATES or TEMPLATES[name].hash != written:
         known = ", ".join(f"{one.name} {one.hash[:8]}" for one in TEMPLATES.values())
-        what = f"its conversations are written in the template {name} {written[:8]}, and known are {known}"
+        what = f"its conversations are written in the template {name} {written[:8]}, but known are {known}"
         raise DataError(what, where=str(path), hint="Run the stage instruct again.")
     return TEMPLATES[name]

@@ -67,7 +67,7 @@ class Wish:
             return of_memory(self.memory_bytes, devices)
         if here is None:
             unknown = "an assumed device of 16 GiB, as nothing is known of this machine without torch"
-            return replace(of_memory(UNKNOWN_BYTES, devices), name=f"{unknown} (say --device or --memory)")
+            return replace(of_memory(UNKNOWN_BYTES, devices), name=f"{unknown} (pass --device or --memory)")
         return here(config, devices)
 
     def words(self) -> list[str]:
@@ -79,14 +79,14 @@ class Wish:
     def of_mesh(self, mesh: Mesh) -> tuple[Machine, float | None]:
         """The devices of a mesh, and the bytes a second of their links where those are known. Raises ConfigError."""
         if self.devices not in (None, mesh.devices):
-            what = f"{self.devices} devices were asked for, and dp_replicate x dp_shard x tp is {mesh.devices}"
-            raise ConfigError(what, where="finetune.mesh", hint="Leave out --devices, or change the mesh.")
+            what = f"{self.devices} devices were requested, but dp_replicate x dp_shard x tp is {mesh.devices}"
+            raise ConfigError(what, where="finetune.mesh", hint="Remove --devices, or change the mesh.")
         if name := self.device or (None if self.memory_bytes else mesh.device):
             entry = named(name, self.memory_bytes)
             return of_entry(entry, mesh.devices, self.memory_bytes), entry.link
         if self.memory_bytes is None:
-            hint = 'Set device="...", or say --device or --memory.'
-            raise ConfigError("no device is named", where="finetune.mesh", hint=hint)
+            hint = 'Set device="...", or pass --device or --memory.'
+            raise ConfigError("no device is set", where="finetune.mesh", hint=hint)
         return of_memory(self.memory_bytes, mesh.devices), None
 
 
@@ -199,7 +199,7 @@ def steps_of(recipe: Any, laid: Mapping[str, Laid]) -> tuple[Finetune, StepCount
     if len(known) < len(sizes):
         return config, StepCount(origin="unknown", note=config.not_planned)
     rows = math.ceil(sum(known) * (1 - recipe.instruct.val_fraction) / TOKEN_BYTES / length)
-    how = f"{config.epochs:g} x {rows:,} sequences, estimated at {TOKEN_BYTES} bytes a token"
+    how = f"{config.epochs:g} x {rows:,} sequences, estimated at {TOKEN_BYTES} bytes per token"
     try:
         steps = config.of_length(rows, rows_per_step)
     except ConfigError as error:
@@ -518,7 +518,7 @@ def _stage_lines(summary: Mapping[str, Any]) -> list[str]:
 
 # --- plans over a mesh ------------------------------------------------------------------------------------------------
 
-ARITHMETIC = "This plan is arithmetic: no device was asked."
+ARITHMETIC = "This plan is arithmetic alone: it used no device."
 
 
 def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
@@ -530,7 +530,7 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
     config = recipe.finetune
     if config is None or config.mesh is None or config.mesh.preset is None:
         if html is not None:
-            what, hint = "it shows the preset of finetune.mesh, and the recipe has none", "Leave out --html."
+            what, hint = "it shows the preset of finetune.mesh, but the recipe has none", "Remove --html."
             raise ConfigError(what, where="--html", hint=hint)
         return None
     ask = asked(config, recipe.instruct.sequence_length)
@@ -553,7 +553,7 @@ def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = Non
     if plan.fits:
         verdict = f"It fits by arithmetic: {peak:,.1f} of {usable:,.1f} GiB on each device."
     else:
-        verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, and {usable:,.1f} GiB are usable."
+        verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, but {usable:,.1f} GiB are usable."
         change = fix(plan)
     text = [*plan.lines(), "", verdict, ARITHMETIC]
     if change is not None:

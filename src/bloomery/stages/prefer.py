@@ -132,7 +132,7 @@ def prepare(config: Prefer, renderer: ChatRenderer, context: int, out: Path) -> 
     total = sorter.by_source.total()
     for split, hint in (("train", "Add pairs, or lower prefer.val_fraction."), ("val", "Add pairs, or raise it.")):
         if not sorter.kept[split]:
-            what = f"of {total['read']} rows none is left for the split {split}"
+            what = f"none of {total['read']} rows is left for the split {split}"
             raise DataError(what, where="prefer", hint=f"{hint} {why}".rstrip())
     if why:
         info(f"prefer: {why}", "yellow")
@@ -282,7 +282,7 @@ def prepare_prompts(loss: Grpo, val_fraction: float, renderer: ChatRenderer, con
     why = gone("rejected", reasons, out / REJECTED_ROWS)
     for split in SPLITS:
         if not kept[split]:
-            what = f"of {read} questions none is left for the split {split}"
+            what = f"none of {read} questions is left for the split {split}"
             raise DataError(what, where="prefer", hint=f"Add questions, or change prefer.val_fraction. {why}".rstrip())
         with whole_file(_file(out, split), "w") as file:
             for problem in kept[split]:
@@ -332,7 +332,7 @@ def _too_long(problem: ArithmeticProblem, renderer: ChatRenderer, most: int) -> 
     row = {"id": problem.id, "question": problem.question}
     if _right(problem.solution) is None:
         return RejectedRow(
-            problem.source, problem.location, ReadError("no_number", 0, "its solution holds no number"), row
+            problem.source, problem.location, ReadError("no_number", 0, "its solution contains no number"), row
         )
     tokens = len(_prompt(problem.question, renderer))
     if tokens <= most:

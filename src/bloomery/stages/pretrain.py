@@ -96,7 +96,7 @@ def digest(start_from: Path) -> str:
     path = start_from.expanduser()
     if not is_of_hub(start_from) and not path.exists():
         hint = (
-            "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. To fetch a folder:\n"
+            "Use a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. To download a folder:\n"
             f"hf download OWNER/NAME --include '*.json' '*.safetensors' --local-dir {start_from}"
         )
         raise UnreachableError("there is no such model", where=str(start_from), hint=hint)
@@ -132,14 +132,14 @@ def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> tuple[Transfo
     loaded = hf.load(path, dtype=config.weight_dtype, special=special, take=None if own is None else own.take)
     where, shape = str(config.start_from), loaded.model.config
     if loaded.tokenizer.hash != tokenizer.hash:
-        what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
-        hint = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
+        what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, but the shards were made with {tokenizer.hash[:8]}"
+        hint = f'Use its tokenizer: [tokenizer] kind = "import", path = "{where}".'
         raise CheckpointError(what, where=where, hint=hint)
     names = [one for one in type(shape).model_fields if shape.of_every_layer(one) != config.model.of_every_layer(one)]
     if config.model.context_length < shape.context_length and shape.position_embedding != "learned":
         names.remove("context_length")  # shorter sequences; the model keeps its context
     if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
-        hint = "Say in [pretrain.model] what it has; known shapes have a name: preset."
+        hint = "Set its shape in [pretrain.model]; known shapes have a preset."
         raise CheckpointError(f"has {'; '.join(other)}", where=where, hint=hint)
     return loaded.model.train(), own
 

@@ -1,5 +1,5 @@
 """
-What a model in training writes: continuations and answers to look at, and answers that get rewards.
+Texts that a model generates during training: samples to look at, and answers that get rewards.
 
 Both come from the same engine, between two steps of the loop.
 """
@@ -277,7 +277,7 @@ class Rollouts:
     def _read(self, numbers: NDArray[np.int64]) -> tuple[Batch, Drawn]:
         path, hint = self._file(numbers), f"Remove {self.out / 'checkpoints'} to train from the start."
         if not path.is_file():
-            raise RunError("the answers that this step trains on are not there", where=str(path), hint=hint)
+            raise RunError("the answers that this step trains on are missing", where=str(path), hint=hint)
         if trouble := records.read(path.with_suffix(".json"), path.parent)[1]:
             what = f"the answers that this step trains on are damaged: {trouble}"
             raise RunError(what, where=str(path), hint=hint)
@@ -286,7 +286,7 @@ class Rollouts:
         facts = dict(zip(arrays["names"].tolist(), arrays["values"].tolist(), strict=True))
         batch = Batch(*(arrays[name] for name in FIELDS))
         if not np.array_equal(batch.samples, numbers):
-            what = f"holds answers {batch.samples.tolist()}, and this step trains on {numbers.tolist()}"
+            what = f"holds answers {batch.samples.tolist()}, but this step trains on {numbers.tolist()}"
             raise RunError(what, where=str(path), hint=hint)
         return batch, Drawn(batch.samples, arrays["advantage"], arrays.get("now"), arrays.get("before"), facts)
 

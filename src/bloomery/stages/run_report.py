@@ -248,7 +248,7 @@ def markdown(card: Mapping[str, Any]) -> str:
     lines += [*_table(header, rows), ""]
     versions = {one["name"]: one["counts"]["version"] for one in card["sources"] if "version" in one["counts"]}
     lines += [*(f"- {name} is {version}" for name, version in versions.items()), ""] if versions else []
-    lines += ["## What became of the documents", ""]
+    lines += ["## Documents by stage", ""]
     kept = [name for name in COUNTS if any(name in stage for stage in card["stages"].values())]
     rows = [(name, *(stage.get(key) for key in kept), stage["sha256"][:16]) for name, stage in card["stages"].items()]
     lines += [*_table(("stage", *kept, "sha256 of its content"), rows), ""]
@@ -256,13 +256,13 @@ def markdown(card: Mapping[str, Any]) -> str:
         if stage["reasons"]:
             most = sorted(stage["reasons"].items(), key=lambda pair: (-pair[1], pair[0]))
             lines += [f"Reasons in {name}: " + ", ".join(f"{reason} {count:,}" for reason, count in most) + ".", ""]
-    for title, mix in (("The mix", card["mix"]), ("The mix of the last part of training", card.get("anneal"))):
+    for title, mix in (("The mix", card["mix"]), ("The anneal mix", card.get("anneal"))):
         if mix:
             lines += [f"## {title}", ""]
             keys = [key for key in MIX if any(key in one for one in mix.values())]
             shown = [(name, *(one.get(key) for key in keys)) for name, one in mix.items() if isinstance(one, Mapping)]
             lines += [*_table(("domain", *keys), shown), ""]
-    lines += ["## How to get it again", "", "The recipe is recipe.toml in this folder; the same sources give the same"]
+    lines += ["## How to reproduce it", "", "The recipe is recipe.toml in this folder; the same sources give the same"]
     lines += [
         "hashes, whatever the number of workers. Each dropped document is kept, with its reason, in the folder of"
     ]

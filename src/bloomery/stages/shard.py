@@ -189,7 +189,7 @@ def plan(
         for domain, quota in mix.items():
             if quota.limited_by:
                 missing = f"{float(quota.target_tokens):,.0f} of {float(quota.asked):,.0f} tokens"
-                info(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
+                info(f"shard: {quota.limited_by} limits {domain!r} to {missing} in the {name} mix", "yellow")
     return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
 
 

@@ -57,8 +57,8 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
                 written[reason] += 1
         read, wrote = ledger.tokens
         if not written[""] and ledger.lost and collection.ended_by == "budget":
-            what = f"no answer came to {ledger.lost} requests, which count as paid, and the budget has no room for more"
-            hint = "See that the provider answers; then raise synthesize.max_tokens, or max_dollars."
+            what = f"{ledger.lost} requests without an answer count as paid, and the budget has no room for more"
+            hint = "Check that the provider responds, then raise synthesize.max_tokens, or max_dollars."
             raise DataError(what, where=collection.where, hint=hint)
         stats = {
             "enabled": True,
@@ -135,10 +135,10 @@ class _Collection:
                     except RefusedError as error:
                         self._stop.set()
                         if failure is None and under_way:
-                            info(f"synthesize: {error}; it ends when what is under way is answered", "yellow")
+                            info(f"synthesize: {error}; it ends when the requests in progress are answered", "yellow")
                         failure = failure or error
         if failure is not None:
-            hint = f"{failure.hint} What came so far is kept: run the recipe again when it answers.".lstrip()
+            hint = f"{failure.hint} Earlier answers are kept. Run the recipe again when it responds.".lstrip()
             raise DataError(str(failure), where=self.where, hint=hint) from None
 
     @contextmanager

@@ -57,7 +57,7 @@ def head(
     reused = [plan.stage.name for plan in plans if plan not in due and plan.fresh and not plan.config.is_idle()]
     last = expected(due)
     seconds = last or first_seconds() or 0.0
-    source = "based on the last run" if last else "a rough estimate: nothing of it has run yet"
+    source = "based on the last run" if last else "a rough estimate: this recipe has not run yet"
     log.table(
         [
             ("run", str(root)),
@@ -122,7 +122,7 @@ def _fetch(stats: Stats) -> tuple[str, str]:
 
 def _classify(stats: Stats) -> tuple[str, str]:
     learned = stats["classifiers"]
-    skipped = f"; skipped {len(stats['left_out'])}, which no limit uses" if stats.get("left_out") else ""
+    skipped = f"; skipped {len(stats['left_out'])}, which no threshold uses" if stats.get("left_out") else ""
     if not learned:
         return "trained no classifier", skipped
     areas = ", ".join(f"{one['auc']:.2f}" for one in learned if isinstance(one.get("auc"), float))
@@ -359,11 +359,11 @@ def clean_lines(
         lines.append(row(0, "nothing to free"))
     elif not asked:
         total = sum(item.size for item in (*waste, *old))
-        lines.append(row(total, f"would go: --yes moves it to {TRASH}"))
-        lines.append(f"{'':16}and frees what is there for a day; --now frees all at once")
+        lines.append(row(total, f"can be removed: --yes moves it to {TRASH}"))
+        lines.append(f"{'':16}and deletes older trash; --now deletes all at once")
     lines += [row(freed, "freed")] if freed else []
     if moved.moves:
-        where = f"moved to {root / TRASH}; freed by the next clean after a day"
+        where = f"moved to {root / TRASH}; the next clean after a day deletes it"
         lines += [row(sum(item.size for item in waste), where), "To restore it:"]
         lines += [f"  {command}" for command in moved.restore()]
     return lines + [f"{'':16}left: {path} (clean did not put it there)" for path in strangers]
@@ -401,7 +401,7 @@ def status_lines(state: RunState) -> Iterator[tuple[str, str, str]]:
         yield mark, style, f"{stage.stage:<{log.NAME}} {stage_text(stage, kind)}"
     if state.damaged:
         for stage in state.damaged:
-            yield "", "", f"Make {stage.stage} again: rm {stage.folder / 'manifest.json'}, then run the recipe"
+            yield "", "", f"Recreate {stage.stage}: rm {stage.folder / 'manifest.json'}, then run the recipe"
     elif state.pid is None and not state.done:
         yield "", "", f"Resume it: {again(state.root)}"
 
@@ -534,7 +534,7 @@ class TerminalChat:
             answer = self._ask(self._opening + asked, self.sampling)
             if answer.dropped not in (0, self._dropped):
                 what = "message does" if answer.dropped == 1 else "messages do"
-                log.info(f"(the oldest {answer.dropped} {what} not fit any more: the model answers without)", "dim")
+                log.info(f"(the oldest {answer.dropped} {what} not fit: the model answers without them)", "dim")
             self._dropped = answer.dropped
             for piece in log.print_pieces(answer.texts):
                 said.append(piece)
@@ -576,7 +576,7 @@ class TerminalChat:
                 earlier, self._before = self._before, self.messages
                 self._begin(earlier, f"the earlier conversation of {counted(len(earlier), 'message')}")
             case "restore":
-                raise ConfigError("there is no earlier conversation", where="/restore", hint="/reset keeps one.")
+                raise ConfigError("there is no earlier conversation", where="/restore", hint="/reset saves one.")
             case "again" if self._unanswered:
                 self.say(self._unanswered)
             case "again":
@@ -589,7 +589,7 @@ class TerminalChat:
             case "save" if value:
                 self._save(Path(value))
             case "model" | "save":
-                raise ConfigError("names nothing", where=f"/{name}", hint="/help shows how it is written.")
+                raise ConfigError("needs a value", where=f"/{name}", hint="/help shows its syntax.")
             case _:
                 raise ConfigError(f"there is no command /{readable(name)}", hint="/help lists them.")
 
@@ -614,7 +614,7 @@ def temperature(value: str) -> dict[str, Any]:
     except ValueError:
         number = -1.0
     if not low <= number <= high:
-        raise ConfigError(f"{value!r} is no number from {low:g} to {high:g}", where="/temperature")
+        raise ConfigError(f"{value!r} is not a number from {low:g} to {high:g}", where="/temperature")
     return {"temperature": number, "unset": frozenset()}
 
 

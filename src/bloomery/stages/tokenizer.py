@@ -1,4 +1,4 @@
-"""The stage `tokenizer`: documents -> a tokenizer, trained or imported, and how well it does by domain and language."""
+"""The stage `tokenizer`: documents -> a tokenizer, trained or imported, with measurements by domain and language."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -100,13 +100,13 @@ def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
         (unseen if held else seen).add(row["domain"], row["id"], row["text"])
     if missing := seen.missing():
         known = ", ".join(sorted(domain for domain, size in seen.seen_bytes.items() if size)) or "none"
-        hint = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
+        hint = f"Requested domains with documents: {known}. Fetch more documents, or loosen the filter."
         raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), hint=hint)
     if not seen.seen_bytes and (few := sum(unseen.seen_documents.values())):
         what = f"all of its {few} documents are among the share of {LARGEST_SHARE:g} that no tokenizer is trained on"
         raise DataError(what, where=str(folder), hint=f"Fetch more documents; {CUT}")
     if not seen.seen_bytes:
-        raise DataError("no documents are left", where=str(folder), hint="Fetch more, or filter less.")
+        raise DataError("no documents are left", where=str(folder), hint="Fetch more documents, or loosen the filter.")
     return seen, unseen
 
 
@@ -141,8 +141,8 @@ def _imported(config: Imported) -> Tokenizer:
     else:
         tokenizer = importers.load(config.path, config.pattern, special)
     if config.vocab_size not in (None, tokenizer.vocab_size):
-        what = f"it has {tokenizer.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
-        raise DataError(what, where=str(config.path), hint=f"Say vocab_size = {tokenizer.vocab_size}, or leave it out.")
+        what = f"it has {tokenizer.vocab_size:,} token IDs, but vocab_size is {config.vocab_size:,}"
+        raise DataError(what, where=str(config.path), hint=f"Set vocab_size = {tokenizer.vocab_size}, or remove it.")
     return tokenizer
 
 

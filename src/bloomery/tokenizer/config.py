@@ -27,7 +27,7 @@ class SampledText(Config):
     sample_bytes: Bytes = 20_000_000
     """Size of the sample: whole documents, chosen by hash over the whole corpus, none that may become validation."""
     weights: tuple[DomainShare, ...] = ()
-    """What the sample is made of; a named domain without documents is an error. Without any: all domains evenly."""
+    """Domains of the sample. A named domain without documents is an error. Empty: all domains evenly."""
     languages: Literal["script", "langid"] = "script"
     """How fertility is grouped: by the script of a document, or by its language as py3langid guesses it."""
     chat_template: TemplateName = "bloomery"
@@ -53,7 +53,7 @@ class ByteBpe(SampledText):
     vocab_size: Annotated[int, Between(1, 2**20, MANY_IDS)] = 4096
     """Special tokens included."""
     pattern: PatternName = "qwen2"
-    """How text is cut into words, by the name that llama.cpp has for it. qwen2 makes every digit a token."""
+    """How text is split into words, by llama.cpp's name for it. qwen2 makes every digit a token."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "ByteBpe":
@@ -63,7 +63,7 @@ class ByteBpe(SampledText):
 
 class SentencePiece(SampledText):
     """
-    SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) comes back as a space.
+    SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) decodes to a space.
 
     No normalization, no space put before a text, white space kept as it is.
     """
@@ -76,7 +76,7 @@ class SentencePiece(SampledText):
     max_piece_characters: Annotated[int, Between(1, 512, "SentencePiece takes no more")] = 16
     """Maximum length of a token."""
     split_digits: bool = True
-    """Whether each digit is a token of its own."""
+    """Whether each digit is a separate token."""
     symbols: tuple[str, ...] = ("\n", "\t")
     """Texts that are always one token. Not for marks of a conversation: any text that spells one would produce it."""
 
@@ -112,7 +112,7 @@ class Imported(SampledText):
     vocab_size: Annotated[int, Between(1, MAX_IDS, MANY_IDS)] | None = None
     """Number of token IDs, added special tokens included. A plan uses it while the tokenizer does not exist yet."""
     measure: bool = True
-    """Whether it is measured on the documents of the run. Without, it needs none."""
+    """Whether to measure it on the documents of the run. If not, it needs no documents."""
 
     def packages(self) -> tuple[str, ...]:
         return super().packages() if self.measure else ()

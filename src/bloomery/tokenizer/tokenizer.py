@@ -370,7 +370,7 @@ class Tokenizer:
         file = folder / FILE
         if not file.is_file():
             raise DataError(
-                "there is no tokenizer.json", where=str(folder), hint="Give a folder that holds a saved tokenizer."
+                "there is no tokenizer.json", where=str(folder), hint="Use a folder with a saved tokenizer."
             )
         return cls(parsed(text_of(file, "Run its stage again."), str(file), "Run its stage again."))
 

@@ -1,1 +1,1 @@
-"""The one loop, its optimizers, its loss, its plan."""
+"""The training loop, its optimizers, its losses and planning."""

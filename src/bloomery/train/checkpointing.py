@@ -122,7 +122,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def tell(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Log what changed since the checkpoint was saved. Changes do not stop the run: some are made on purpose."""
     for difference in differences(before, now):
-        info(f"  {difference}: what follows may differ in the last bits from an undisturbed run", style="yellow")
+        info(f"  {difference}: results may differ in the last bits from an uninterrupted run", style="yellow")
 
 
 COST_TIMES = 50.0
@@ -195,19 +195,19 @@ class Checkpoints:
         after, last = state.guard.rollbacks[-1] if state.guard.rollbacks else (-1, 0)
         what, where = f"{bad} steps in a row were skipped; metrics.jsonl names their samples", f"step {state.step}"
         hint = (
-            f"Where the samples are bad, the same command with max_skipped_steps={2 * bad} resumes after them. Where "
-            "only the threshold is too low, set a larger spike_sigma. A lower learning rate or precision=float32 is "
-            "another run, from the start."
+            f"If the samples are bad, the same command with max_skipped_steps={2 * bad} resumes after them. If "
+            "the threshold is too low, set a larger spike_sigma. A lower learning rate or precision=float32 starts "
+            "another run from the beginning."
         )
         if accepted <= after:
-            what = f"{what}. The run has already gone back to step {last} after step {after}, and it did not help"
+            what = f"{what}. The run has already rolled back to step {last} after step {after}, and it did not help"
             raise RunError(what, where=where, hint=hint)
         self.wait()
         left = state.guard.left
         goal = self._newest(accepted, goals=True, left=left) or self._newest(accepted + 1, goals=True, left=left)
         saved = goal or self._newest(accepted) or self._newest(None)
         if saved is None:
-            raise RunError(f"{what}. There is no checkpoint to go back to", where=where, hint=hint)
+            raise RunError(f"{what}. There is no checkpoint to roll back to", where=where, hint=hint)
         self._take_up(saved)
         past = State.restored(saved.state)
         if self.others_begin(past.samples, state.samples):
@@ -292,7 +292,7 @@ class Checkpoints:
         folder = self.root / f"{step:09d}"
         if trouble := checkpoint.damage(folder):
             what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
-            raise CheckpointError(what, where=str(folder), hint='Leave the last weights: finetune.keep="last".')
+            raise CheckpointError(what, where=str(folder), hint='Keep the last weights instead: finetune.keep="last".')
         self.model_saver.fill(folder, self.world)
 
     def leave_model(self, folder: Path, step: int) -> None:
@@ -305,9 +305,9 @@ class Checkpoints:
         """Raises RunError where the last updates have hurt the weights."""
         if not collectives.is_finite(self.model, self.world):
             raise RunError(
-                "the last updates left weights that are not finite",
+                "the weights are not finite after the last updates",
                 where=f"step {state.step}",
-                hint=f"The good ones are in {self.root}. Lower the learning rate, or train in float32.",
+                hint=f"Earlier checkpoints are in {self.root}. Lower the learning rate, or train in float32.",
             )
 
 

@@ -331,7 +331,7 @@ def compile_blocks(
         problem = problem or (graphs.problem() if graphs else "")
     except _failures() as error:
         if sharded:  # it may be in the midst of an exchange, from which no rank finds back
-            raise RunError(f"compiled blocks failed: {_first_line(error)}", hint='Say compile="off".') from error
+            raise RunError(f"compiled blocks failed: {_first_line(error)}", hint='Set compile="off".') from error
         problem = f"it failed with {type(error).__name__}: {_first_line(error)}"
     finally:
         if graphs:
@@ -427,7 +427,7 @@ class _Kinds:
         elif kind not in self.seen | self.refused:
             self.refused.add(kind)
             several = "" if mask.segments is None else " with several documents"
-            info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, and run by the plain blocks")
+            info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, so plain blocks compute them")
         return kind in self.seen
 
 

@@ -62,7 +62,7 @@ class AdamW(Adam):
 
 class AdamW8bit(Adam):
     """
-    AdamW whose two moments are kept in 8 bits a number, with a scale for each block of them (Dettmers et al. 2021,
+    AdamW whose two moments are kept in 8 bits per number, with a scale for each block of them (Dettmers et al. 2021,
     https://arxiv.org/abs/2110.02861). Those of norms and biases stay in float32.
     """
 
@@ -189,7 +189,7 @@ class WSDSchedule(Config):
         share(t) = 1                                       for t < S = max(W, N − decay steps)
                    r + (1 − r) · (1 − shape(x))    x = (t − S) / (N − S); shape(x) = x, √x or (1 − cos πx) / 2
 
-    Until S it does not depend on N: from the end of its level part, a run may resume with more steps, or decay.
+    Until S it does not depend on N: from the end of its constant part, a run may resume with more steps, or decay.
     """
 
     kind: Literal["wsd"] = "wsd"
@@ -198,7 +198,7 @@ class WSDSchedule(Config):
     decay_fraction: Share = 0.5
     """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
     decay_steps: StepsOrNone | None = None
-    """Steps that the decay takes; stands in for `decay_fraction`."""
+    """Steps of the decay, instead of `decay_fraction`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the decay."""
     min_lr_ratio: Share = 0.0
@@ -260,7 +260,7 @@ class Mesh(Config):
     """Devices along three axes that train a model together: as many as there are processes."""
 
     preset: str | None = None
-    """Shape of the model for `bloomery plan`, by its name in `model/config.py`. Training takes that of its weights."""
+    """Shape of the model for `bloomery plan`, by its name in `model/config.py`. Training uses that of its weights."""
     device: str | None = None
     """Which device is planned, by its name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
     dp_replicate: MeshAxis = 1
@@ -268,10 +268,10 @@ class Mesh(Config):
     dp_shard: MeshAxis = 1
     """Devices that share a copy: each holds a part of every tensor, and gathers a block when it computes it."""
     tp: MeshAxis = 1
-    """Devices that compute each matmul together, every one with its part of the matrix."""
+    """Devices that compute each matmul together, each with its part of the matrix."""
     zero_stage: Literal[1, 2, 3] = 3
     """
-    What `dp_shard` cuts, as in ZeRO: the optimizer (1), gradients too (2), weights too (3). With 1 and 2, each device
+    What `dp_shard` shards, as in ZeRO: optimizer state (1), also gradients (2), also weights (3). With 1 and 2, each device
     gathers all weights once a step. With 1, it also keeps all gradients, and reduces them once a step.
     """
 
@@ -291,7 +291,7 @@ class Mesh(Config):
             hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
             raise ValueError(f"preset: there is no preset {self.preset!r}; {hint}")
         if self.devices > 1024:
-            raise ValueError(f"{self.devices:,} devices, and no plan is for more than 1,024")
+            raise ValueError(f"a plan is for at most 1,024 devices, not {self.devices:,}")
         if self.zero_stage < 3 and self.dp_shard == 1:
             raise ValueError(f"zero_stage={self.zero_stage} needs several devices of dp_shard, which is 1")
         return self
@@ -379,7 +379,7 @@ class Training(Config):
     """Accepted steps in the window. Until it is full, only steps that are not finite are skipped."""
     max_skipped_steps: Steps = Field(3, json_schema_extra=VOLATILE)
     """
-    After so many skipped steps in a row, the run restores the weights of an earlier step and continues behind them.
+    After so many skipped steps in a row, the run restores the weights of an earlier step and continues after them.
     """
     grad_stats_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
@@ -388,7 +388,7 @@ class Training(Config):
     main_log: bool = Field(False, json_schema_extra=VOLATILE)
     """Whether to write `main.log` too, in the format of llm.c."""
     sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
-    """Where else the metrics go."""
+    """Other destinations of the metrics."""
     gpu_stats_every_seconds: GpuSeconds = Field(10, json_schema_extra=VOLATILE)
     """Seconds between readings of use, memory, power and temperature of the first machine's GPUs; 0 for none."""
     gpu_csv: bool = Field(False, json_schema_extra=VOLATILE)
@@ -447,7 +447,7 @@ class Training(Config):
         decay = getattr(self.schedule, "decay_steps", None) or 0
         if decay and warmup + decay > self.steps:
             raise ValueError(
-                f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; say a decay "
+                f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; set a decay "
                 f"of at most {self.steps - warmup}"
             )
         return self
@@ -456,11 +456,11 @@ class Training(Config):
     def _weights_are_multiplied_as_they_are(self) -> "Training":
         if self.weight_dtype == "bfloat16" and self.precision not in ("auto", "bfloat16"):
             raise ValueError(
-                f'weight_dtype="bfloat16" multiplies in bfloat16, not in {self.precision}: leave out one of the two'
+                f'weight_dtype="bfloat16" multiplies in bfloat16, not in {self.precision}: remove one of the two'
             )
         if self.weight_dtype == "bfloat16" and getattr(self, "lora", None) is not None:
             raise ValueError(
-                'weight_dtype is of weights that are trained, and lora freezes them: set lora.base_dtype="bfloat16"'
+                'weight_dtype applies to trained weights, and lora freezes them: set lora.base_dtype="bfloat16"'
             )
         return self
 
@@ -473,7 +473,7 @@ class Training(Config):
             if not rate * decay < 1:
                 raise ValueError(
                     f"optimizer.{name}={rate:g} times weight_decay={decay:g} is {rate * decay:.3g}, no less than 1: "
-                    "each step would turn weights to zero or to the other sign"
+                    "each step would set weights to zero or flip their sign"
                 )
         return self
 
@@ -483,8 +483,8 @@ class Adapters(Config):
 
     start_from: DiskPath | None = None
     """
-    Model to start from: a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. Not set: the model of
-    the stage before.
+    Model to start from: a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. Not set: the model
+    of the previous stage.
     """
     lora: Lora | None = None
     """Train small matrices added to frozen ones, by AdamW if no optimizer is named. None: train every weight."""
@@ -510,9 +510,9 @@ class EarlyStopping(Config):
     """
 
     patience: Annotated[int, Between(1, 1000, "no run has more evaluations")] = 3
-    """Evaluations without a lower loss, since the last improvement, that end training."""
+    """Number of evaluations without improvement after which training ends."""
     min_delta: Annotated[float, Between(0, 100, "no loss falls further")] = 0.0
-    """Smallest improvement of the validation loss, in nats a token."""
+    """Smallest improvement of the validation loss, in nats per token."""
 
 
 Epochs = Annotated[float, Between(1e-3, 10_000, "a model knows its data by heart long before")]
@@ -546,9 +546,9 @@ class Finetune(Training, Adapters):
     @model_validator(mode="after")
     def _has_one_length(self) -> "Finetune":
         if self.steps and self.epochs is not None:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; leave out one of the two")
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; remove one of them")
         if not self.steps and self.epochs is None:
-            raise ValueError("sets no length of training: set epochs, such as epochs=3, or steps")
+            raise ValueError("the length of training is missing: set epochs, such as epochs=3, or steps")
         return self
 
     @property

@@ -56,15 +56,15 @@ def bring(path: Path, config: Training, out: Path, lineage: Lineage, *, samples_
     if differing := _differences(before, plain(config, stable_only=True)):
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         what = f"was trained with other settings: {'; '.join(differing[:3])}{more}"
-        raise CheckpointError(what, where=str(folder), hint="Say the same, or leave out continue_from.")
+        raise CheckpointError(what, where=str(folder), hint="Use the same settings, or remove continue_from.")
     last = common_steps(config, before)
     newest = checkpoint.newest_folder(folder / "checkpoints", before=last + 1)
     while newest is not None and _samples(newest) > min(map(samples_alike, (config.steps, before["steps"]))):
         newest = checkpoint.newest_folder(folder / "checkpoints", before=int(newest.name))
     if newest is None or not int(newest.name):
         there = ", ".join(map(str, _trained(folder))) or "none"
-        what = f"has the same learning rates until step {last}, and no checkpoint of that part (only: {there})"
-        hint = "A run keeps that of the end of its level part, and keep_every. Or leave out continue_from."
+        what = f"has the same learning rates until step {last}, but no checkpoint of that part (only: {there})"
+        hint = "A run keeps the end of its constant part and every keep_every steps. Or remove continue_from."
         raise CheckpointError(what, where=str(folder), hint=hint)
     _same_origin(newest, lineage)
     _copy(newest, folder, out)
@@ -96,7 +96,7 @@ def _stage_folder(path: Path, out: Path) -> Path:
         return there[0]
     names = ", ".join(one.name for one in there) or "none"
     what = f"has {len(there)} folders of the stage {name} with checkpoints ({names})"
-    raise CheckpointError(what, where=str(path), hint="Let continue_from name one folder of that stage.")
+    raise CheckpointError(what, where=str(path), hint="Set continue_from to one folder of that stage.")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         return read_record(folder / SETTINGS, dict[str, Any], error=CheckpointError)
     if (folder / MANIFEST).exists():
         return read_manifest(folder)["config"]
-    what = f"says nowhere with which settings it trains: it has neither {SETTINGS} nor {MANIFEST}"
-    raise CheckpointError(what, where=str(folder), hint="Leave out continue_from, and train from the start.")
+    what = f"does not record its training settings: it has neither {SETTINGS} nor {MANIFEST}"
+    raise CheckpointError(what, where=str(folder), hint="Remove continue_from to train from the start.")
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -132,9 +132,9 @@ def _same_origin(newest: Path, lineage: Lineage) -> None:
     for name in saved:
         if saved[name] != expected[name]:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (saved, expected))
-            hint = "Go on from a run on the same data, or leave out continue_from."
+            hint = "Continue a run on the same data, or remove continue_from."
             raise CheckpointError(
-                f"was made with {name} {was}, and this run has {is_now}", where=str(newest), hint=hint
+                f"was made with {name} {was}, but this run has {is_now}", where=str(newest), hint=hint
             )
 
 
@@ -153,4 +153,4 @@ def _copy(newest: Path, folder: Path, out: Path) -> None:
         core_io.write_json(out / CONTINUED, facts)
         core_io.sync_folder(partial)
         partial.rename(root / newest.name)
-    info(f"  the first {int(newest.name)} steps are those of {folder}")
+    info(f"  the first {int(newest.name)} steps come from {folder}")

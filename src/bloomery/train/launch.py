@@ -1,5 +1,5 @@
 """
-Starting of ranks: one function, on each of several processes that train a model together.
+Start ranks: one function in each of several processes that train a model together.
 
     function(task, world) -> what there is to say about it
 
@@ -116,7 +116,7 @@ def check_machines(world: World, folders: Sequence[Path]) -> None:
     mark = folders[0] / f".{first['mark']}{core_io.PARTIAL}"
     with world.alike():
         if facts != first["facts"]:
-            what = f"{host} has {facts}, and the machine of the first rank {first['facts']}"
+            what = f"{host} has {facts}, but the machine of the first rank has {first['facts']}"
             raise RunError(what, where=f"rank {world.rank}", hint="Install the same versions on all machines.")
         if world.is_first:
             mark.touch()
@@ -275,8 +275,8 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
         raise Terminated(stop.code)
     if (stuck := _stuck(codes)) and not stop.asked:
         names = " and ".join(f"rank {rank} (process {processes[rank].pid})" for rank in stuck)
-        what = f"{names} stopped answering, and the other ranks gave up on it after {distributed.GPU_SILENCE}"
-        raise RunError(what, hint="Look at its GPU: `bloomery doctor`, and the kernel's log. Then run it again.")
+        what = f"{names} stopped responding, and the other ranks stopped waiting after {distributed.GPU_SILENCE}"
+        raise RunError(what, hint="Check its GPU with `bloomery doctor` and the kernel's log. Then run it again.")
     failures = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
     if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
         failures = [

@@ -40,7 +40,7 @@ def check_model(model: Transformer, mesh: Mesh) -> None:
         is_code = isinstance(owner, NF4) and name.endswith(".weight")
         local_shape(name, weight.shape, mesh, BLOCK // 2 if is_code else 1)
         if is_code and placement(name, weight.shape, mesh).tp == 1 and owner.width % BLOCK:  # type: ignore[operator]
-            what = f"{name} has rows of {owner.width:,} numbers, and tp cuts NF4 only into blocks of {BLOCK}"
+            what = f"{name} has rows of {owner.width:,} numbers, but tp cuts NF4 only into blocks of {BLOCK}"
             raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
 
 

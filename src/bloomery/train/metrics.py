@@ -88,7 +88,7 @@ class MetricsLogger:
         there = max((line["step"] for line in self.metrics.kept if "learning_rate" in line), default=0)
         if tells and there < state.logged:
             info(
-                f"metrics.jsonl has lost what it told of the steps after {there}; the weights are of {state.step}",
+                f"metrics.jsonl has lost the steps after {there}; the weights are of {state.step}",
                 "yellow",
             )
 

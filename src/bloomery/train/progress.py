@@ -1,5 +1,5 @@
 """
-Whether a training learns. One that does not ends with an error, and its stage is not done. Needs no torch.
+Check whether training learns. If it does not, it ends with an error, and its stage is not done. Needs no torch.
 
     rollbacks     the run went back `MOST` times in a row and each time no further than before, or
                   it went back so often, and skipped more steps than it kept
@@ -110,7 +110,7 @@ class ProgressCheck:
         start = self.start_loss
         if start is None or not losses or any(abs(loss - start) > NOISE * max(1.0, start) for loss in losses):
             return
-        what = f"the validation loss is {losses[-1]:.5g}, as it was before the first step"
+        what = f"the validation loss is {losses[-1]:.5g}, the same as before the first step"
         raise self._error(state.step, what, slow=True)
 
     def _error(self, step: int, what: str, *, slow: bool = False) -> RunError:
@@ -164,11 +164,11 @@ def check_rollbacks(name: str, step: int, past: SpikeStats) -> None:
         return
     if latest[-1][1] <= latest[0][1]:
         after = ", ".join(str(one[0]) for one in latest)
-        what = f"the run went back {MOST} times (after steps {after}), and never got past step {latest[0][1]} for good"
+        what = f"it rolled back {MOST} times (after steps {after}), and never got past step {latest[0][1]} for good"
         raise _error(name, step, what)
     kept = step - past.num_given_up
     if past.skipped > kept:
-        what = f"{past.skipped} of {step} steps were skipped, and {kept} are left after the rollbacks"
+        what = f"{past.skipped} of {step} steps were skipped, and only {kept} remain after the rollbacks"
         raise _error(name, step, what)
 
 

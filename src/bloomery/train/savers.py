@@ -1,4 +1,4 @@
-"""Save all weights of a model, or its adapters alone, as a model folder, and take them up again."""
+"""Save all weights of a model, or its adapters alone, as a model folder, and load them again."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

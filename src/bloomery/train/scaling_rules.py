@@ -93,18 +93,18 @@ def filled(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
 
 def _no_second_shape(depth: int, settings: Mapping[str, Any]) -> None:
     if settings.get("preset"):
-        what = f"depth={depth} and model.preset={settings['preset']!r} both say the shape"
+        what = f"depth={depth} and model.preset={settings['preset']!r} both set the shape"
         raise ConfigError(
             what,
             where="pretrain",
-            hint=f"Leave one of the two. On the command line, replace the section: 'pretrain={{depth={depth}}}'",
+            hint=f"Remove one of them. On the command line, replace the section: 'pretrain={{depth={depth}}}'",
         )
     if settings.get("num_layers", depth) != depth:
         what = f"depth={depth}, and model.num_layers={settings['num_layers']}"
         raise ConfigError(
             what,
             where="pretrain",
-            hint=f"Leave one of the two. On the command line, replace the section: 'pretrain={{depth={depth}}}'",
+            hint=f"Remove one of them. On the command line, replace the section: 'pretrain={{depth={depth}}}'",
         )
 
 

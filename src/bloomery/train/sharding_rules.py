@@ -146,7 +146,7 @@ def local_shape(name: str, shape: Sequence[int], mesh: Mesh, block: int = 1) -> 
         padded = dim == 0 and (axis == "dp_shard" or where.kind == "vocabulary")
         if sizes[dim] % (count * together) and not padded:
             whole = f"blocks of {together} of " if together > 1 else ""
-            what = f"{name} has {sizes[dim]:,} numbers along dim {dim}, and {axis}={count} does not divide {whole}them"
+            what = f"{name} has {sizes[dim]:,} numbers along dim {dim}, but {axis}={count} does not divide {whole}them"
             raise ConfigError(what, where=f"mesh.{axis}", hint=f"Set mesh.{axis} to a divisor, or to 1.")
         sizes[dim] = -(-sizes[dim] // count)
     return tuple(sizes)
@@ -155,7 +155,7 @@ def local_shape(name: str, shape: Sequence[int], mesh: Mesh, block: int = 1) -> 
 def check_mesh(model: ModelConfig, mesh: Mesh, base: Base | None = None) -> None:
     """Raises ConfigError where tp does not divide what it cuts, or where a base cannot be cut."""
     if base == "nf4_double" and mesh.dp_shard * mesh.tp > 1:
-        what = 'lora.base_dtype="nf4_double" has scales of scales that reach over rows, and a mesh cuts rows'
+        what = 'lora.base_dtype="nf4_double" has scales of scales that span rows, but a mesh cuts rows'
         raise ConfigError(what, where="finetune.mesh", hint='Set finetune.lora.base_dtype="nf4".')
     if mesh.tp == 1:
         return
@@ -170,10 +170,10 @@ def check_mesh(model: ModelConfig, mesh: Mesh, base: Base | None = None) -> None
         ("position_embedding='alibi'" if model.position_embedding == "alibi" else "", "counts"),
     ):
         if setting:
-            what = f"{setting} {why} all heads, and tp gives each device some of them"
+            what = f"{setting} {why} all heads, but tp gives each device only some of them"
             raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
     if model.normalize_head:
-        what = "normalize_head=true scales the whole table, and tp gives each device some of its rows"
+        what = "normalize_head=true scales the whole table, but tp gives each device only some of its rows"
         raise ConfigError(what, where="mesh.tp", hint="Set mesh.tp=1.")
 
 

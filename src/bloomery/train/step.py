@@ -85,7 +85,7 @@ class BatchLoss(NamedTuple):
     """What came of a global batch, whose gradient is in the weights."""
 
     loss: float
-    """The mean over what the loss function counts; for the plain one, the cross entropy in nats a token."""
+    """The mean over what the loss function counts; for the plain one, the cross entropy in nats per token."""
     num_tokens: int
     """Supervised tokens."""
     metrics: dict[str, float]
@@ -150,12 +150,12 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
                 raise
             apart = collectives.is_sharded(model)
             if rows == 1 or apart or (world.size > 1 and not agreed):
-                what = f"{rows} rows at once are more than the memory holds: {str(error).splitlines()[0]}"
+                what = f"{rows} sequences at once do not fit into memory: {str(error).splitlines()[0]}"
                 raise (LeftOthersError if apart else HardwareError)(what, hint=LESS_MEMORY) from None
         model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
         devices.give_back_memory()
         rows = (rows + 1) // 2
-        info(f"memory ran out: from this step on {rows} rows go through the model at once, of the same batch", "yellow")
+        info(f"memory ran out: from now on, {rows} sequences go through the model at once, of the same batch", "yellow")
 
 
 class AgreedOutOfMemoryError(RuntimeError):

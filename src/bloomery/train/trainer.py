@@ -264,7 +264,7 @@ class TrainingRun:
             return state.step
         best = self.world.broadcast(self._best_step())
         if best is None:
-            info("no evaluation came to an end, so the last weights are kept", "yellow")
+            info("no evaluation finished, so the last weights are kept", "yellow")
             return state.step
         step: int = best
         return step

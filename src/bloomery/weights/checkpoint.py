@@ -478,7 +478,7 @@ def newest_folder(
             continue
         if not (trouble := damage(folder)):
             return folder
-        info(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
+        info(f"skipped checkpoint {folder}: {trouble}", style="yellow")
         troubles.append(f"{folder.name}: {trouble}")
     if troubles and before is None and not goals:
         what = f"none of {len(troubles)} checkpoints is valid; {troubles[0]}"

@@ -1,4 +1,4 @@
-"""Models out of this house and into it: `bloomery export` and `bloomery import`."""
+"""Write models for other programs and read theirs: `bloomery export` and `bloomery import`."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ def write(
         hf.save(out, model, words, lineage, number_format=number_format, weights=weights, shard_bytes=shard_bytes)
         name = architectures.architecture(model.config).name
         if name == architectures.BAICHUAN2.name:
-            info(f"{out}: transformers loads a {name} with the code of its makers alone", "yellow")
+            info(f"{out}: transformers loads a {name} only with its authors' code", "yellow")
         _write_card(loaded, out, name, number_format, source)
         safetensors.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
@@ -241,7 +241,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     if path.is_dir() or path.suffix == GGUF_SUFFIX:
         if tokenizer is not None and not lacks_tokenizer:
             hint = "Remove --tokenizer: the model has its own."
-            raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
+            raise CheckpointError("has its own tokenizer", where=str(source), hint=hint)
         return hf.streamed(path, "auto")
     safetensors.verify(source.parent, source.name)
     source_model = llmc.read(source)

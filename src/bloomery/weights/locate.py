@@ -189,10 +189,10 @@ def locate_model(path: Path) -> Path:
     if is_of_hub(path):
         return fetched(str(path))
     if not path.exists():
-        raise CheckpointError("does not exist", where=str(path), hint="Give a run folder, for example runs/demo.")
+        raise CheckpointError("does not exist", where=str(path), hint="Use a run folder, for example runs/demo.")
     kernel = core_io.kernel(path)
     if what := (f"lies in {kernel}" if kernel else "") if path.is_dir() else core_io.special(path):
-        raise DataError(what, where=str(path), hint="Give the file or folder of a model.")
+        raise DataError(what, where=str(path), hint="Use the file or folder of a model.")
     if (path / CURRENT).is_file():
         return _of_run(path)
     for folder in (path, path / "model"):

@@ -1,5 +1,5 @@
 """
-Weights that PyTorch has pickled become safetensors, once, in a child process with limits on memory and time.
+Convert weights that PyTorch pickled to safetensors, once, in a child process with limits on memory and time.
 
 A pickle can run code while it is read. `torch.load(weights_only=True)` makes tensors and plain containers only
 (https://docs.pytorch.org/docs/stable/generated/torch.load.html), and refuses everything else that a file names. A fault

@@ -232,9 +232,9 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["finetune.num_processes=4"], "finetune.mesh: the mesh dp_replicate 1 x dp_shard 8 x tp 1 is of 8 processes"),
-        (["finetune.optimizer.kind=adamw8bit"], 'optimizer.kind="adamw8bit" does not go with a mesh'),
-        (["finetune.mesh.tp=8", "finetune.mesh.dp_shard=1", "finetune.sample_every=5"], "sample_every does not go"),
+        (["finetune.num_processes=4"], "finetune.mesh: the mesh dp_replicate 1 x dp_shard 8 x tp 1 needs 8 processes"),
+        (["finetune.optimizer.kind=adamw8bit"], 'optimizer.kind="adamw8bit" does not work with a mesh'),
+        (["finetune.mesh.tp=8", "finetune.mesh.dp_shard=1", "finetune.sample_every=5"], "sample_every does not work"),
         (["finetune.parallelism=fsdp"], "both say how ranks share the model"),
     ],
 )
@@ -262,11 +262,11 @@ def test_the_mesh_of_a_stage_that_is_done_or_not_asked_for_is_not_checked(tmp_pa
         for count in (2, 1)
     )
     for only in (None, "double"):
-        with pytest.raises(ConfigError, match="is of 2 processes, and 1 train"):
+        with pytest.raises(ConfigError, match="needs 2 processes, but 1 train"):
             run_recipe(STAGES, one, tmp_path / "small", only=only)
     run_recipe(STAGES, one, tmp_path / "small", until="make")
     run_recipe(STAGES, one, tmp_path / "small", only="make")
-    with pytest.raises(ConfigError, match="is of 2 processes, and 1 train"):
+    with pytest.raises(ConfigError, match="needs 2 processes, but 1 train"):
         run_recipe(STAGES, one, tmp_path / "small")
     run_recipe(STAGES, two, tmp_path / "small")
     assert run_recipe(STAGES, one, tmp_path / "small") == []
@@ -296,10 +296,10 @@ def test_the_page_draws_every_device_and_loads_nothing(capsys: pytest.CaptureFix
     ("words", "told"),
     [
         (["finetune.mesh.tp=3"], "num_heads is 128, and tp=3 does not divide it"),
-        (["--devices", "4"], "4 devices were asked for"),
+        (["--devices", "4"], "4 devices were requested"),
         (["instruct.sequence_length=200000"], "more than the context of llama-3.1-405b"),
         (['finetune.mesh={preset="llama"}'], "there is no preset 'llama'"),
-        (['finetune.mesh={preset="llama-3.1-8b"}'], "no device is named"),
+        (['finetune.mesh={preset="llama-3.1-8b"}'], "no device is set"),
     ],
 )
 def test_a_mesh_that_cannot_be_planned_is_refused_by_name(

@@ -191,7 +191,7 @@ class Filtering(Config):
 class Identity(Filtering):
     """
     An assistant says that it is, or was made by, somebody else: "as an AI language model", "I am ChatGPT", "trained by
-    OpenAI". A model that learns it says so of itself. Value: answers that do.
+    OpenAI". A model that learns this claims it too. Value: number of such answers.
 
     Source: the filter "identity leaks" of the pipeline above, and the twenty "as an AI" phrases of its first version.
     """
@@ -297,7 +297,7 @@ class LengthMismatch(Filtering):
 
 class Spam(Filtering):
     """
-    Advertising, links, and the same over and over. Reasons spam.phrase (value: phrases), spam.links (in 100 words)
+    Advertising, links and repetition. Reasons spam.phrase (value: phrases), spam.links (in 100 words)
     and spam.repetition (share of an answer's lines, or of its runs of four words, that stood in it before).
 
     Source: the filter "spam" of the pipeline above; shares of repeated runs as in Rae et al. 2021, A1.1.
@@ -376,7 +376,7 @@ def _unseen(character: str) -> bool:
 
 class Duplicates(Filtering):
     """
-    An earlier conversation says the same, but for case and white space. Value: how many came before it.
+    An earlier conversation is equal, except for case and white space. Value: number of earlier ones.
 
     Source: the filter "dup" of the pipeline above.
     """

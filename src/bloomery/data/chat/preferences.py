@@ -35,7 +35,7 @@ Generated = Annotated[int, Between(1, 10**8, "all are in memory")]
 
 class WorldPairs(Config):
     """
-    Conversations of the generator of small worlds: the right answer, and that to another question of the same kind.
+    Conversations of the generator of small worlds: the right answer, and one to another question of the same kind.
     """
 
     kind: Literal["worlds"] = "worlds"
@@ -55,7 +55,7 @@ class Read(Config):
     max_rows: DocumentCount | None = None
     """Maximum number of rows to read, without rejected ones."""
     accept: tuple[FieldIs, ...] = ()
-    """Conditions that a row has to meet. Other rows are rejected, with the condition and the value."""
+    """Conditions that a row must meet. Other rows are rejected, with the condition and the value."""
     max_row_bytes: RowBytes = 16 * 2**20
     """A longer row is rejected (`too_long`)."""
 
@@ -78,7 +78,7 @@ class PairFiles(PairRows):
 
     kind: Literal["files"] = "files"
     path: DiskPath
-    """A file, a folder with all that is below it, or wildcards."""
+    """A file, a folder with everything below it, or wildcards."""
 
     def packages(self) -> tuple[str, ...]:
         return self.files_read.packages()
@@ -139,7 +139,7 @@ class ProblemFiles(ProblemRows):
 
     kind: Literal["files"] = "files"
     path: DiskPath
-    """A file, a folder with all that is below it, or wildcards."""
+    """A file, a folder with everything below it, or wildcards."""
 
     def packages(self) -> tuple[str, ...]:
         return self.files_read.packages()

@@ -101,17 +101,17 @@ class Shaped(ChatSource):
     answer_field: str | None = None
     """The field with the answer, for "alpaca" and "pairs". None: one of the usual names."""
     system_field: str | None = None
-    """The field with what opens the conversation. None: `system`, `system_prompt` and `tools`, where there are any."""
+    """The field with the system message. None: `system`, `system_prompt` and `tools`, where there are any."""
     speakers: tuple[str, str] | None = None
     """How the two speakers of a dialogue are written, as in ["<|prompter|>", "<|assistant|>"]."""
     separator: str = ""
-    """Of text files: what stands between two dialogues. Empty: a file is one dialogue."""
+    """For text files: the text between two dialogues. Empty: a file is one dialogue."""
     accept: tuple[FieldIs, ...] = ()
-    """Conditions that a row has to meet. Other rows are rejected, with the condition and the value."""
+    """Conditions that a row must meet. Other rows are rejected, with the condition and the value."""
     max_row_bytes: RowBytes = 16 * 2**20
     """
-    A longer row is rejected (`too_long`), of parquet by the text in it. It bounds the memory of reading. In a .json
-    list, an element that has no end within so much ends the reading of its file.
+    A longer row is rejected (`too_long`); in parquet, its text counts. It bounds the memory of reading. In a .json
+    list, a longer element ends the reading of its file.
     """
 
     @property
@@ -134,9 +134,9 @@ class ChatFiles(Shaped):
     """
 
     kind: Literal["files", "jsonl"] = "files"
-    """`files`: the name of each file says its format. `jsonl`: each file holds JSON lines, whatever its name."""
+    """`files`: the extension of each file gives its format. `jsonl`: each file holds JSON lines, whatever its name."""
     path: DiskPath
-    """A file, a folder with all that is below it, or wildcards."""
+    """A file, a folder with everything below it, or wildcards."""
 
     def packages(self) -> tuple[str, ...]:
         return () if self.kind == "jsonl" else for_files([self.path])
@@ -164,7 +164,7 @@ class ChatPreset(Shaped, AtHub):
 
 
 class Mixture(Config):
-    """Several presets at once, with the caps of a known model; it is replaced by them."""
+    """Several presets with the caps of a known model, which replace this source."""
 
     kind: Literal["mixture"] = "mixture"
     name: MixtureName
@@ -178,7 +178,7 @@ class Conversations(Config):
     sources: tuple[Annotated[ChatSourceConfig | Mixture, Field(discriminator="kind")], ...] = (ToyChats(),)
     """Where conversations come from."""
     filters: tuple[Annotated[ChatFilter, Field(discriminator="kind")], ...] = ()
-    """Filters, in this order. The first that matches is the reason why a conversation is dropped."""
+    """Filters, in this order. The first match is the reason why a conversation is dropped."""
 
     @field_validator("sources")
     @classmethod

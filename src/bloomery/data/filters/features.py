@@ -532,7 +532,7 @@ class RulePreset(FilterBase):
     """
     The rules of a known corpus, which `bloomery.data.filters.apply` lists.
 
-    A recipe that is loaded holds those rules in the place of this one, for the same domains.
+    Loading a recipe replaces this rule by those rules, for the same domains.
     """
 
     kind: Literal["preset"] = "preset"

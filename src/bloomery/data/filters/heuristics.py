@@ -67,19 +67,19 @@ class Characters(FilterBase):
     """
     Broken encodings, and documents of something other than words.
 
-    What is measured is akin to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits
+    The measures are similar to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits
     are our own.
     """
 
     kind: Literal["characters"] = "characters"
     nul: bool = False
-    """Whether documents may contain NUL, which is in no text."""
+    """Whether documents may contain NUL, which no text has."""
     max_controls: Share = 0.001
     """Largest share of control characters (without tabs and line breaks) and of U+FFFD, the mark of lost bytes."""
     max_non_letters: Share = 0.4
     """Largest share of digits, marks and symbols among what is not white space."""
     min_ascii: Share = 0.0
-    """Minimum share of ASCII. Values above 0 remove whole languages. The key is here for old recipes."""
+    """Minimum share of ASCII. Values above 0 remove whole languages. The key exists for old recipes."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         if not self.nul:
@@ -162,10 +162,10 @@ TEMPLATE_MARKS = ("{{", "<%", "${", "[insert ", "[your ", "[enter ", "lorem ipsu
 
 class Boilerplate(FilterBase):
     """
-    What web sites say about themselves, and templates that nobody filled in.
+    Boilerplate of web sites, and templates that nobody filled in.
 
     The phrases are those of Raffel et al. 2020, 2.2 (arXiv 1910.10683), with further phrases of sites. Their limit is a
-    share of the lines with text. The marks of templates are our own. Code has such marks for good reason, so use this
+    share of the lines with text. The marks of templates are our own. Code has such marks on purpose, so use this
     rule for prose.
     """
 
@@ -325,7 +325,7 @@ class Code(FilterBase):
     Files that nobody wrote by hand, or that hold data. Source: Li et al. 2023, StarCoder, 3 (arXiv 2305.06161);
     the limits on lines are those of Chen et al. 2021, Codex, 3.1.
 
-    What a file is, the end of its id or its address tells: `.html`, `.json`, `.py` and so on. HTML tells it itself too.
+    The extension of the ID or address gives the file type, such as `.html` or `.py`. HTML also shows by its text.
     """
 
     kind: Literal["code"] = "code"
@@ -678,7 +678,7 @@ class Pii(FilterBase):
     find: Annotated[tuple[PrivateKind, ...], Field(min_length=1)] = ("mail", "ip", "key")
     """What to look for: mail addresses, IP addresses, phone numbers, keys."""
     action: Literal["mask", "drop"] = "mask"
-    """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
+    """mask: <EMAIL>, <IP>, <PHONE> or <KEY> replaces each, and the rest of the document stays."""
     max_hits: TextLength = 0
     """With action "drop": how many of one kind a document may contain."""
     private_ips: bool = False

@@ -48,7 +48,7 @@ class Gopher(FilterBase):
     """
     Quality rules for prose. Source: Rae et al. 2021, Scaling Language Models, A1.1 (arXiv 2112.11446).
 
-    What the paper leaves open follows the field's reference code. A word of nothing but marks counts neither for the
+    Details that the paper leaves open follow common reference code. A word of only marks counts neither for the
     number of words nor for their mean length. Blank lines are lines. A bullet is • or -. Case counts.
     """
 
@@ -370,8 +370,8 @@ class Repetition(FilterBase):
     """
     Text that repeats itself. Source: Rae et al. 2021, table A1.
 
-    Shares are of all the document's characters, white space too, as the field's reference code takes them. Of n-grams
-    that repeat an earlier one, those that overlap one already found are passed over.
+    Shares are of all characters of the document, including white space, as in common reference code. A repeated n-gram
+    does not count if it overlaps one already found.
     """
 
     kind: Literal["repetition"] = "repetition"
@@ -386,7 +386,7 @@ class Repetition(FilterBase):
     max_top_ngrams: NgramShares = (0.20, 0.18, 0.16)
     """Largest share of characters in the most frequent 2-gram, 3-gram, … of words."""
     min_top_count: PositiveLength = 2
-    """How often a phrase has to occur to count as frequent. Once is no repetition."""
+    """How often a phrase must occur to count as frequent."""
     max_duplicate_ngrams: NgramShares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Largest share of characters in repeats of an earlier 5-gram, 6-gram, … of words."""
 

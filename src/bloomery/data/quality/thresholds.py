@@ -62,9 +62,9 @@ class Threshold(Config):
     domains: tuple[str, ...] | None = None
     """Domains that the limit applies to. None: all."""
     min_score: Share | None = None
-    """Keep scores from here on. For a classifier with high scores for good text."""
+    """Keep documents with at least this score. For a classifier with high scores for good text."""
     max_score: Share | None = None
-    """Drop scores from here on. For a classifier with high scores for bad text."""
+    """Drop documents with at least this score. For a classifier with high scores for bad text."""
     heuristic_weight: Share = 0.0
     """Weight of the heuristic score (`data/quality/scorer.py`). The classifier has the rest."""
     max_chars: PositiveLength | None = None

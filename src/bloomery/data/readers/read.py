@@ -67,7 +67,7 @@ class FieldIs(Config):
 
 
 class CharacterCount(Config):
-    """The text has so many characters."""
+    """The number of characters is in a range."""
 
     kind: Literal["characters"] = "characters"
     at_least: TextLength | None = None
@@ -80,7 +80,7 @@ class CharacterCount(Config):
 
 
 class LineCount(Config):
-    """The text has so many lines, and none that is too long."""
+    """The number of lines is in a range, and no line is too long."""
 
     kind: Literal["lines"] = "lines"
     at_least: TextLength | None = None
@@ -98,7 +98,7 @@ class LineCount(Config):
 
 
 class CodeLines(Config):
-    """Enough of the lines that are not blank are code: they do not begin as a comment of some language does."""
+    """Enough of the nonblank lines are code: they do not begin like a comment of any known language."""
 
     kind: Literal["code_lines"] = "code_lines"
     at_least: Share = 0.3
@@ -163,8 +163,8 @@ class SourceBase(Config):
     max_documents: DocumentCount | None = None
     """Maximum number of documents. Not set: all."""
     max_bytes: Bytes | None = None
-    """Reading stops before the document that would bring the text, as UTF-8, above this. A source of files then reads
-    them in the order of the hash of their IDs, so that the result is a sample. Other sources read from the start."""
+    """Maximum bytes of text, as UTF-8. Reading stops before the document that would exceed it. A source of files then
+    reads them in the order of the hash of their IDs, so the result is a sample. Other sources read from the start."""
 
 
 class FileSource(SourceBase):
@@ -178,13 +178,13 @@ class FileSource(SourceBase):
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Encoding of text files. "detect" guesses it (needs the extra `web`), as HTML and WARC always do."""
     separator: str = ""
-    """Of text files: what stands between two documents, <|endoftext|> say. Empty: a file is one document."""
+    """For text files: the text between two documents, such as <|endoftext|>. Empty: a file is one document."""
     repair: bool | None = None
-    """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
+    """Whether ftfy repairs text with an earlier decoding error ("Ã©" for "é"). None: for HTML and WARC."""
     main_content: bool = True
     """For HTML: read only the main part of the page, without navigation and the like."""
     accept: tuple[Condition, ...] = ()
-    """Conditions that documents have to meet. Other documents are rejected, with the condition and the value."""
+    """Conditions that documents must meet. Other documents are rejected, with the condition and the value."""
 
     def packages(self) -> tuple[str, ...]:
         formats = {format_of(name) for name in self.names()}
@@ -201,7 +201,7 @@ class Best(Config):
     field: str
     """The field that holds the list."""
     by: str
-    """The field of its objects whose number decides."""
+    """The field of its objects with the number that decides."""
 
 
 class TableSource(FileSource):
@@ -210,7 +210,7 @@ class TableSource(FileSource):
     text_field: str = "text"
     """The field that holds the text."""
     template: str | None = None
-    """Instead of one field, text made of several, as in "Question: {question}\\n\\nAnswer: {answer}"."""
+    """Text from several fields instead of one, as in "Question: {question}\\n\\nAnswer: {answer}"."""
     id_field: str | None = None
     """The field with a document's own ID, unique in the whole run. None: source, file and row make the ID."""
     needs_id: bool = True
@@ -222,7 +222,7 @@ class TableSource(FileSource):
     license_field: str = "license"
     """The field that holds the license of a document."""
     best: Best | None = None
-    """First of all, keep the best of a list: `{ field = "answers", by = "score" }` makes `answers` its best object."""
+    """Replace a list by its best object, before any other step: `{ field = "answers", by = "score" }`."""
     markup: Literal["none", "html"] = "none"
     """Whether the text is HTML. Bloomery then takes its plain text (needs the extra `web`)."""
 

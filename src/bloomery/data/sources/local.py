@@ -36,7 +36,7 @@ WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
 
 
 class Folder(FileSource):
-    """Files of text, Markdown, HTML or source code, one document each; .gz and .zst too. Of HTML, its plain text."""
+    """Files of text, Markdown, HTML or source code, one document each; .gz and .zst too. HTML becomes plain text."""
 
     kind: Literal["folder"] = "folder"
     path: DiskPath
@@ -94,8 +94,8 @@ class Warc(FileSource):
 
 class AnyFiles(TableSource):
     """
-    A file, a folder with all that is below it, or wildcards: each file by the end of its name, jsonl and parquet, csv,
-    WARC, HTML, and text. What the data tools read.
+    A file, a folder with everything below it, or wildcards. The extension of a file gives its format: jsonl, parquet,
+    csv, WARC, HTML or text. The data tools read files in this way.
     """
 
     kind: Literal["files"] = "files"
@@ -110,7 +110,7 @@ class AnyFiles(TableSource):
 
 
 class StandardLibrary(SourceBase):
-    """What every Python ships: the sources of its modules, or their docstrings and the language reference."""
+    """What every Python includes: the sources of its modules, or their docstrings and the language reference."""
 
     kind: Literal["standard_library"] = "standard_library"
     subset: Literal["code", "docs"]

@@ -237,7 +237,7 @@ class Reach(Config):
     offline: bool = Field(False, json_schema_extra=VOLATILE)
     """Use only the cache. For the hub, HF_HUB_OFFLINE=1 does the same."""
     attempts: Attempts = Field(8, json_schema_extra=VOLATILE)
-    """Give up an address after so many failures in a row without a mebibyte of progress between them."""
+    """Number of failures in a row, with less than 1 MiB between them, after which an address is given up."""
 
 
 class AtHub(Reach):
@@ -276,7 +276,7 @@ class Fetched(Reach, TableSource):
     """What every source has whose files come from elsewhere."""
 
     format: read.FileFormat | None = None
-    """Format of its files. None: by the ends of their names."""
+    """Format of its files. None: by the file extensions."""
 
     def packages(self) -> tuple[str, ...]:
         if self.format is None:
@@ -299,13 +299,13 @@ class Hub(FromHub):
 
 
 class Address(Fetched):
-    """One file of the web."""
+    """One file at a web address."""
 
     kind: Literal["address"] = "address"
     address: WebAddress
     """The web address of the file."""
     sha256: Sha256 | None = None
-    """SHA-256 of its content. None: the version that its server names replaces it."""
+    """SHA-256 of its content. None: the version that its server states."""
     mirrors: tuple[WebAddress, ...] = Field((), json_schema_extra=VOLATILE)
     """Other addresses of the same bytes, tried in this order. They need `sha256`."""
 

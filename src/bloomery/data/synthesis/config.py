@@ -199,7 +199,7 @@ class Anthropic(Config):
     model: str = Field("claude-haiku-4-5", min_length=1)
     """Name of the model."""
     address: str | None = Field(None, json_schema_extra=VOLATILE)
-    """Another address than the client's own, such as that of a gateway."""
+    """An address instead of the client's default, such as a gateway."""
     key_variable: str = Field("ANTHROPIC_API_KEY", min_length=1, json_schema_extra=VOLATILE)
     """The environment variable that holds the key."""
     price: TokenPrice | None = Field(None, json_schema_extra=VOLATILE)
@@ -220,7 +220,7 @@ class OpenAI(Config):
     price: TokenPrice | None = Field(None, json_schema_extra=VOLATILE)
     """Price of its tokens. It counts against the budget."""
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field("max_tokens", json_schema_extra=VOLATILE)
-    """Name of the field for the maximum answer length. Newer models of OpenAI take only the second."""
+    """Name of the field for the maximum answer length. Newer models of OpenAI accept only the second."""
     _address = model_validator(mode="after")(_checked_address)
 
 

@@ -1,4 +1,4 @@
-"""What checks share: the facts they look at, and the form of what they find."""
+"""Shared by all checks: the facts that they examine, and the format of findings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""This machine as a plan sees it: its memory, its measured speed, and the rows that go through a model at once."""
+"""This machine as a plan sees it: memory, measured speed, and the sequences that go through a model at once."""
 
 import os
 import time

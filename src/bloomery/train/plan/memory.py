@@ -92,7 +92,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         mesh, how = Mesh(dp_shard=ranks), 'parallelism="fsdp"'
     if mesh is not None and mesh.devices != ranks:
         sizes = " x ".join(f"{axis} {count}" for axis, count in mesh.sizes.items())
-        what = f"the mesh {sizes} is of {mesh.devices:,} processes, and {ranks:,} train"
+        what = f"the mesh {sizes} needs {mesh.devices:,} processes, but {ranks:,} train"
         raise ConfigError(
             what,
             where=f"{type(config).__name__.lower()}.mesh",
@@ -106,12 +106,12 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
             SCALES_WHOLE,
-            'Say optimizer.kind="adamw".',
+            'Set optimizer.kind="adamw".',
         ),
         (
             'weight_dtype="bfloat16"' if config.weight_dtype == "bfloat16" else "",
             ROUNDED_WHOLE,
-            'Say weight_dtype="float32".',
+            'Set weight_dtype="float32".',
         ),
         (
             "training of adapters (LoRA)" if adapters and config.mesh is None else "",
@@ -134,7 +134,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         ('compile="on"' if cuts and config.compile == "on" else "", WRITTEN_OUT, 'Say compile="off", or mesh.tp=1.'),
     ):
         if setting:
-            raise ConfigError(f"{setting} does not go with {how}: {why}", hint=hint)
+            raise ConfigError(f"{setting} does not work with {how}: {why}", hint=hint)
     return mesh
 
 
@@ -269,7 +269,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
     """
     size = memory_bytes or entry.memory_bytes
     if size is None:
-        raise HardwareError(f"how much memory {entry.key} has is not known", hint="Say it too: --memory 32GiB.")
+        raise HardwareError(f"the memory of {entry.key} is not known", hint="Set it too: --memory 32GiB.")
     precision: NumberType = "bfloat16" if entry.peak("bfloat16") else "float16" if entry.peak("float16") else "float32"
     if entry.key.startswith("apple-"):
         precision = "float32"  # as hw/device.py has it for mps

@@ -254,13 +254,13 @@ class PlanReport:
     def _time(self) -> str:
         if self.step_seconds is None or self.choice.pace is None:
             known = "of this device" if self.target.flops is None else f"in {self.choice.way.precision}"
-            return f"unknown, because no peak {known} is known"
+            return f"unknown: no peak {known} is known"
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
         share = f"assuming {100 * MEASURED_SHARE:.0f} % of the measured peak"
         shapes = f"estimated from shapes and the {SOURCES[self.target.flops_from]}"
         estimated = share if self.target.processor else shapes
         how = "timed here with small models" if self.choice.pace.timed else estimated
-        whole = f"about {self.step_seconds:,.2f} seconds a step" if self.seconds is None else about(self.seconds)
+        whole = f"about {self.step_seconds:,.2f} seconds per step" if self.seconds is None else about(self.seconds)
         text = f"{whole} at {rate:,.0f} tokens/s, {how} (at the full peak: {most:,.0f} tokens/s"
         unknown = self.target.devices > 1 and (self.target.link is None or self.target.devices > HOST_DEVICES)
         where = "devices" if self.target.link is None else "hosts"

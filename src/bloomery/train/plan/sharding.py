@@ -314,10 +314,10 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     model = ModelConfig(preset=preset)
     if context > model.context_length:
         what = f"instruct.sequence_length={sequence_length:,} is more than the context of {preset}"
-        raise ConfigError(what, where="finetune.mesh", hint=f"Say at most {model.context_length + 1}.")
+        raise ConfigError(what, where="finetune.mesh", hint=f"Set at most {model.context_length + 1}.")
     if config.weight_dtype == "bfloat16":
-        what = f'weight_dtype="bfloat16" does not go with a mesh: {ROUNDED_WHOLE}'
-        raise ConfigError(what, where="finetune.weight_dtype", hint='Say weight_dtype="float32".')
+        what = f'weight_dtype="bfloat16" does not work with a mesh: {ROUNDED_WHOLE}'
+        raise ConfigError(what, where="finetune.weight_dtype", hint='Set weight_dtype="float32".')
     level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
     ask = ShardingRequest(
         model=model.model_copy(update={"context_length": context}),
@@ -349,8 +349,8 @@ def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) ->
     state it cannot.
     """
     if ask.optimizer.kind == "adamw8bit":
-        what = f'optimizer.kind="adamw8bit" does not go with a mesh: {SCALES_WHOLE}'
-        raise ConfigError(what, where="finetune.optimizer", hint='Say optimizer.kind="adamw".')
+        what = f'optimizer.kind="adamw8bit" does not work with a mesh: {SCALES_WHOLE}'
+        raise ConfigError(what, where="finetune.optimizer", hint='Set optimizer.kind="adamw".')
     plan = _planned(ask, target, link)
     if plan.fits:
         return plan

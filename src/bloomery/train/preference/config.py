@@ -23,7 +23,7 @@ class Dpo(Config):
     beta: Beta = 0.1
     """Strength of the penalty for leaving the reference π₀."""
     smoothing: Annotated[float, Between(0, 0.49, "it is a share of less than half")] = 0.0
-    """Share ε of pairs that are taken to be the wrong way round: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
+    """Share ε of pairs that are treated as reversed: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
 
 
 class Ipo(Config):
@@ -71,7 +71,7 @@ class Grpo(Config):
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     """Temperature at which answers are sampled."""
     marked: bool = False
-    """Whether a right answer has to say its number after ####; else the last number counts."""
+    """Whether a right answer must have its number after ####. Otherwise the last number counts."""
     clip: InnerShare = 0.2
     """ε"""
     kl_coef: LossFactor = 0.04
@@ -125,23 +125,23 @@ class Prefer(Training, Adapters):
     def _something_to_learn_from(self) -> "Prefer":
         draws = isinstance(self.loss, Grpo)
         if draws and self.pairs:
-            raise ValueError('pairs are for other losses; with loss.kind = "grpo" say loss.problems')
+            raise ValueError('pairs are for other losses; with loss.kind = "grpo" set loss.problems')
         if not draws and not self.pairs:
             raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
         names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
         if twice := repeated(names):
-            raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
+            raise ValueError(f"two sources have the name {twice[0]!r}; give each its own name")
         return self
 
     @model_validator(mode="after")
     def _nothing_is_dropped(self) -> "Prefer":
         """A ratio to what was computed without dropout would be of the dropout."""
         if self.lora is not None and self.lora.dropout:
-            raise ValueError(f"lora.dropout = {self.lora.dropout}: probabilities are compared here; leave it at 0")
+            raise ValueError(f"lora.dropout = {self.lora.dropout} adds noise to probabilities; set it to 0")
         return self
 
     @model_validator(mode="after")
     def _only_what_is_minimized(self) -> "Prefer":
         if self.z_loss:
-            raise ValueError(f"z_loss = {self.z_loss} is of the cross entropy, which is not minimized here")
+            raise ValueError(f"z_loss = {self.z_loss} is for cross entropy, which this loss does not use; set it to 0")
         return self
