@@ -271,8 +271,8 @@ class Mesh(Config):
     """Devices that compute each matmul together, each with its part of the matrix."""
     zero_stage: Literal[1, 2, 3] = 3
     """
-    What `dp_shard` shards, as in ZeRO: optimizer state (1), also gradients (2), also weights (3). With 1 and 2, each device
-    gathers all weights once a step. With 1, it also keeps all gradients, and reduces them once a step.
+    What `dp_shard` shards, as in ZeRO: optimizer state (1), also gradients (2), also weights (3). With 1 and 2, each
+    device gathers all weights once per step. With 1, it also keeps all gradients, and reduces them once per step.
     """
 
     @property
