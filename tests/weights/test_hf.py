@@ -461,6 +461,9 @@ def test_a_special_token_without_a_row_is_left_out_and_an_ordinary_token_is_not(
     words = hf.load(tmp_path).language
     assert words.tokenizer.vocab_size == size
     assert max(words.tokenizer.encode("an <image> of it")) < size
+    longer, added = hf.tokenizer_of(tmp_path, size)
+    assert sorted(added.values()) == [*range(size, size + len(SPECIAL))]
+    assert not longer.holds("<image>")
     tokenizer.add_tokens(["ordinary"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="token IDs, but the model has"):

@@ -10,8 +10,9 @@ GGUF has for it.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,27 @@ from tokenizers import models
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError
+from bloomery.model.config import LongRopeScaling, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, steps
 from bloomery.weights import architectures
 from bloomery.weights.architectures import gathered
-from bloomery.weights.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Sizes, llama3_factors, reordered
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout
+from bloomery.weights.gguf import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    GGUFTensors,
+    Metadata,
+    Sizes,
+    StoredTensor,
+    facts_of,
+    numbers_of,
+    reordered,
+)
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout, llama3_factors
 from bloomery.weights.opened import own_weights
 from bloomery.weights.safetensors import rounded
 
@@ -107,8 +123,8 @@ def write(
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype(np.float32), tensor.size_bytes, raw_dtype=tensor.kind
         )
-    with core_io.whole_path(file) as partial:
-        writer.write_header_to_file(partial)
+    with core_io.whole_path(file) as unfinished:
+        writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in planned:
@@ -123,23 +139,52 @@ def write(
 
 
 def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
-    config = model.config
-    kind = architectures.family(config)
+    """Raises CheckpointError where llama.cpp would compute another model from what a file can say of this one."""
+    config, kind = model.config, architectures.family(model.config)
     name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
     arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
-    why = [] if arch_layout else ["its architecture is " + (name or "none of transformers'")]
-    if (
-        arch_layout
-        and arch_layout[0] not in ("gemma3", "phi3")
-        and any(size != "full" for size in config.sliding_window)
-    ):
-        why.append(f"sliding_window={list(config.sliding_window)} would see everything there")
-    if arch_layout and arch_layout[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
-        why.append(f"mlp={config.mlp[0]!r} would be swiglu there")
+    if arch_layout is None:
+        why = ["its architecture is " + (name or "none of transformers'")]
+    else:
+        try:
+            read = _read_back(model, *arch_layout)
+            others = [one for one in type(read).model_fields if config.of_every_layer(one) != read.of_every_layer(one)]
+            why = [f"{one}={getattr(config, one)!r} would be {getattr(read, one)!r} there" for one in others]
+        except ValueError as error:
+            why = [str(error)]
     if why or arch_layout is None:
         hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
         raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
     return arch_layout
+
+
+class _Named(GGUFTensors):
+    """What the reader asks of the tensors of a file, before they are written."""
+
+    def __init__(self, names: Iterable[str], factors: Mapping[str, Tensor]) -> None:
+        self.stored = dict.fromkeys((*names, *factors), _UNREAD)
+        self._factors = factors
+
+    def number_format(self, name: str) -> str:
+        return "float32"
+
+    def factors(self, name: str) -> list[float]:
+        return numbers_of(self._factors[name])
+
+
+_UNREAD = StoredTensor((), Kind.F32, 0, 0)
+
+
+def _read_back(model: Transformer, arch: str, layout: GGUFLayout) -> ModelConfig:
+    """The model that the reader makes of what is written of its shape. Raises ValueError where it is none."""
+    writer = package.GGUFWriter(None, arch)
+    _add_shape(writer, arch, architectures.architecture(model.config).describe(model.config), model)
+    meta = Metadata({key: one.value for key, one in writer.kv_data[0].items()}, Path(arch))
+    sizes = replace(_sizes(model), context=meta.integer(f"{arch}.context_length"))
+    theirs = {piece.theirs for piece in architectures.architecture(model.config).pieces(list(own_weights(model)))}
+    names = (name.format(0) for name, full, _ in layout.theirs() if full.format(0) in theirs)
+    facts = facts_of(meta, arch, layout, sizes, _Named(names, _rope_factors(model)))
+    return architectures.of_file(facts).understand(facts)
 
 
 def _sizes(model: Transformer) -> Sizes:
@@ -182,8 +227,8 @@ def _planned(
             raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Use --format hf.")
         shape = tuple(making(piece, name, shapes)().shape)
         planned.append(_one(name, _kind(name, shape, number_format), shape, making(piece, name, weights)))
-    if (factors := _rope_factors(model)) is not None:
-        planned.append(_one(FACTORS[0], Kind.F32, tuple(factors.shape), lambda: factors))
+    for name, factors in _rope_factors(model).items():
+        planned.append(_one(name, Kind.F32, tuple(factors.shape), partial(factors.clone)))
     return planned
 
 
@@ -213,21 +258,24 @@ def _check_range(tensor: _Planned, where: str) -> None:
             raise CheckpointError(what, where=where, hint="Use --dtype float32.")
 
 
-def _rope_factors(model: Transformer) -> Tensor | None:
-    """The factor of each frequency, where Llama 3's scaling divides them."""
+def _rope_factors(model: Transformer) -> dict[str, Tensor]:
+    """Tensors with the factor of each frequency, where the scaling of Llama 3 or a longrope divides them."""
     scaling = model.config.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        lists = {"long": scaling.long_factor, "short": scaling.short_factor}
+        return {f"rope_factors_{name}.weight": torch.tensor(factors) for name, factors in lists.items()}
     if scaling is None or scaling.kind != "llama3":
-        return None
+        return {}
     said = scaling.model_dump(exclude={"kind"})
     said["original_max_position_embeddings"] = said["original_context_length"]
     count = model.config.head_size // 2
-    return torch.tensor(llama3_factors(model.config.rope_theta, count, said), dtype=torch.float32)
+    return {FACTORS[0]: torch.tensor(llama3_factors(model.config.rope_theta, count, said))}
 
 
 def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], model: Transformer) -> None:
     config = model.config
     writer.add_vocab_size(model.vocab_size)
-    writer.add_context_length(config.context_length)
+    writer.add_context_length(facts.get("max_position_embeddings", config.context_length))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -249,7 +297,11 @@ def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], 
     if arch in ("gemma3", "phi3") and (window := facts.get("sliding_window")):
         writer.add_sliding_window(window)
     scaling = config.rope_scaling
-    if scaling is not None and scaling.kind != "llama3":
+    if isinstance(scaling, LongRopeScaling):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
+        attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_length))
+        writer.add_rope_scaling_attn_factors(attention)
+    elif scaling is not None and scaling.kind != "llama3":
         writer.add_rope_scaling_type(package.RopeScalingType(scaling.kind))
         writer.add_rope_scaling_factor(scaling.factor)
         if scaling.kind == "yarn":
