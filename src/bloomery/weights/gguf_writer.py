@@ -143,15 +143,14 @@ def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
     config, kind = model.config, architectures.family(model.config)
     name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
     arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
-    if arch_layout is None:
-        why = ["its architecture is " + (name or "none of transformers'")]
-    else:
+    why = ["its architecture is " + (name or "none of transformers'")]
+    if kind is not None and arch_layout is not None:
         try:
-            read = _read_back(model, *arch_layout)
-            others = [one for one in type(read).model_fields if config.of_every_layer(one) != read.of_every_layer(one)]
-            why = [f"{one}={getattr(config, one)!r} would be {getattr(read, one)!r} there" for one in others]
-        except ValueError as error:
-            why = [str(error)]
+            ours, read = kind.describe(config), kind.describe(_read_back(model, *arch_layout))
+            others = [key for key in ours if ours[key] != read.get(key)]
+            why = [f"{key}={ours[key]!r} would be {read.get(key)!r} there" for key in others]
+        except (CheckpointError, ValueError) as error:
+            why = [str(error).partition("\n")[0]]
     if why or arch_layout is None:
         hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
         raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
