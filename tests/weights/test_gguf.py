@@ -206,6 +206,8 @@ def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path
     assert "blk.0.ffn_norm.weight is missing" in damaged(file, first, b"blk.0.fXn_norm.weight")
     assert "has the unknown architecture 'lXama'" in damaged(file, data.index(b"llama", 24), b"lXama")
     assert "by the unknown rule 'qXen2'" in damaged_words(file, b"qwen2", b"qXen2")
+    layers = data.index(b"llama.block_count") + len("llama.block_count") + 4
+    assert "has 0 layers and 4 heads" in damaged(file, layers, struct.pack("<I", 0))
     start = gguf.read(file).tensors.stored["blk.0.attn_norm.weight"].start
     nan = struct.pack("<f", float("nan"))
     assert "blk.0.attn_norm.weight holds 1 of 32 numbers that are NaN" in damaged(file, start + 8, nan)
@@ -277,6 +279,14 @@ def test_metadata_that_changes_the_results_is_refused_by_name(tmp_path: Path) ->
     opened_model(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match=r"clip_qkv = 2\.0 changes what LlamaForCausalLM computes"):
         opened_model(tmp_path / "b.gguf")
+
+
+def test_scaled_frequencies_of_an_impossible_base_are_refused(tmp_path: Path) -> None:
+    made(tmp_path / "a.gguf", config(**WIDE))
+    data = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "a.gguf").write_bytes(data.replace(struct.pack("<f", 500.0), struct.pack("<f", -1.0)))
+    with pytest.raises(CheckpointError, match="rope_theta: must be at least"):
+        opened_model(tmp_path / "a.gguf")
 
 
 @pytest.mark.slow

@@ -619,8 +619,8 @@ class JinjaRenderer:
         except DataError as error:
             raise DataError(error.what, where="chat template", hint=_HINT) from None
         begin, end = _span(whole, FIRST + 1) or (0, 0)
-        if end == 0:
-            what = "the chat template does not write the assistant's messages"
+        if end == 0 or len(whole) > MAX_TEMPLATE:
+            what = "the chat template does not write the assistant's messages, or too much next to them"
             raise DataError(what, where="chat template", hint=_HINT)
         lead = whole[len(asked) : begin] if whole.startswith(asked) and len(asked) <= begin else ""
         if not whole.startswith(asked):

@@ -404,11 +404,12 @@ class Sizes:
         if "token_embd.weight" not in tensors:
             raise CheckpointError("token_embd.weight is missing", where=str(meta.file), hint=DAMAGED)
         hidden, heads = meta.integer(f"{name}.embedding_length"), meta.integer(f"{name}.attention.head_count")
-        if not heads or not hidden:
-            what = f"has {heads} heads for a hidden size of {hidden}"
+        layers = meta.integer(f"{name}.block_count")
+        if not heads or not hidden or not layers:
+            what = f"has {layers} layers and {heads} heads for a hidden size of {hidden}"
             raise CheckpointError(what, where=str(meta.file), hint=DAMAGED)
         return cls(
-            layers=meta.integer(f"{name}.block_count"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=meta.integer(f"{name}.attention.head_count_kv", heads),
@@ -539,7 +540,8 @@ _OF_ONE: dict[str, Callable[[Mapping[str, Any], int, "GGUFTensors"], dict[str, A
 def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: "GGUFTensors") -> dict[str, Any] | None:
     factors = {one: tensors.factors(one) for one in FACTORS if one in tensors.stored}
     if "rope_freqs.weight" in factors:
-        return llama3_scaling(factors["rope_freqs.weight"], facts["rope_theta"], meta.file)
+        theta = facts["rope_theta"]  # one that cannot be is refused with all other settings
+        return llama3_scaling(factors["rope_freqs.weight"], theta, meta.file) if theta > 0 else None
     original = meta.integer(f"{name}.rope.scaling.original_context_length", facts["max_position_embeddings"])
     if factors:
         if name != "phi3" or len(factors) != 2:
