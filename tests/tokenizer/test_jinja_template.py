@@ -350,6 +350,7 @@ ATTACKS = (
     "{% if %}",
     "nothing of the conversation",
     "x" * 2**20,
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\ud800' }}",
     "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'a' * 10**7 }}",
 )
 

@@ -41,7 +41,7 @@ from bloomery.core.log import info
 from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered, TooLongError
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-MAX_TEMPLATE = 2**19
+MAX_TEMPLATE = 2**17
 """Characters of a template. The longest published ones have 30,000."""
 MAX_TEXT = 2**24
 """Characters of any text that a template makes."""
@@ -211,7 +211,6 @@ class OriginText(str):
         return self._mapped(str.capitalize)
 
 
-_TRACED = frozenset(name for name in vars(OriginText) if not name.startswith("_"))
 _GROWS = frozenset({"center", "expandtabs", "ljust", "rjust", "translate", "zfill"})
 
 
@@ -791,10 +790,11 @@ def _problem(tree: nodes.Template) -> str:
 def _rendered(template: CompiledTemplate, values: Mapping[str, Any]) -> OriginText:
     token = _BUDGET.set(_Budget())
     try:
-        return _joined(template.generate(**values))
+        text = _joined(template.generate(**values))
+        text.encode()  # raises ValueError for half a surrogate pair
+        return text
     except _FAILURES as error:
         what = f"the model's chat template rejects this: {shorten(str(error) or type(error).__name__)}"
-        hint = "Change the conversation, or use a built-in template: --template NAME."
-        raise DataError(what, where="messages", hint=hint) from None
+        raise DataError(what, where="messages", hint=f"Change the conversation. {_HINT}") from None
     finally:
         _BUDGET.reset(token)
