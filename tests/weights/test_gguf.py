@@ -147,7 +147,7 @@ def test_int4_keeps_the_blocks_of_a_file_as_they_are(
 def test_a_model_that_llama_cpp_does_not_have_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     for changes, why in (
         ({"mlp": ["geglu"]}, "hidden_act='gelu' would be 'silu' there"),
-        ({"sliding_window": [8]}, "sliding_window=8 would be None there"),
+        ({"sliding_window": [8], "head_dim": 12}, "sliding_window=8 would be None there"),
         (GEMMA | {"rope_local_theta": 2e4}, "rope_local_base_freq=20000.0 would be 10000.0 there"),
         (GEMMA | {"query_pre_attn_scalar": 5.0}, "query_pre_attn_scalar=5 would be 8 there"),
         ({"rope_layers": [True, False]}, r"no_rope_layers=\[1, 0\] would be \[1, 1\] there"),

@@ -527,6 +527,19 @@ def test_a_gguf_file_says_whether_a_text_opens_with_a_token(tmp_path: Path) -> N
         assert hf.load(tmp_path / f"{name}.gguf").language.text_ids("it") == loaded.language.text_ids("it")
 
 
+def test_a_gguf_file_has_the_tokens_that_config_json_alone_names(tmp_path: Path) -> None:
+    size = plain_tokenizer(tmp_path)
+    llama(tmp_path, size + 2, bos_token_id=size, eos_token_id=size + 1)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = hf.load(tmp_path)
+    export.write(loaded, tmp_path / "a.gguf", "gguf", "float32")
+    again = hf.load(tmp_path / "a.gguf").language
+    assert again.tokenizer.document_id == size
+    assert again.stop_ids == loaded.language.stop_ids == {size, size + 1}
+
+
 def test_an_import_keeps_matrices_that_have_more_digits_than_the_embedding(tmp_path: Path) -> None:
     size = plain_tokenizer(tmp_path / "in")
     weights = llama(tmp_path / "in", size)

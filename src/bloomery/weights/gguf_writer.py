@@ -27,7 +27,7 @@ from bloomery.model.config import LongRopeScaling, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, steps
 from bloomery.weights import architectures
-from bloomery.weights.architectures import gathered
+from bloomery.weights.architectures import Architecture, gathered
 from bloomery.weights.gguf import (
     BYTE,
     CONTROL,
@@ -105,7 +105,7 @@ def write(
     CheckpointError for a model or a tokenizer that llama.cpp does not have, and for numbers that the format does not.
     """
     where = str(file)
-    arch, _ = _layout(model, where)
+    arch, _, kind = _layout(model, where)
     planned = _planned(model, number_format, where, own_weights(model) if weights is None else weights)
     for tensor in planned:
         _check_range(tensor, where)
@@ -115,8 +115,7 @@ def write(
         writer.add_license(words.license)
     writer.add_file_type(FILE_TYPES[number_format])
     writer.add_quantization_version(package.GGML_QUANT_VERSION)
-    facts = architectures.architecture(model.config).describe(model.config)
-    _add_shape(writer, arch, facts, model)
+    _add_shape(writer, arch, kind.describe(model.config), model)
     _add_tokenizer(writer, tokenizer, model.vocab_size, where)
     _add_words(writer, tokenizer, words)
     for tensor in planned:
@@ -138,23 +137,30 @@ def write(
 # --- the shape -----------------------------------------------------------------------------------------------------
 
 
-def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
-    """Raises CheckpointError where llama.cpp would compute another model from what a file can say of this one."""
-    config, kind = model.config, architectures.family(model.config)
-    name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
-    arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
-    why = ["its architecture is " + (name or "none of transformers'")]
-    if kind is not None and arch_layout is not None:
-        try:
-            ours, read = kind.describe(config), kind.describe(_read_back(model, *arch_layout))
+def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout, Architecture]:
+    """
+    The first way to write a model as one of llama.cpp, as the architecture of transformers that has its tensors. Raises
+    CheckpointError where llama.cpp would compute another model from what a file can say of this one.
+    """
+    config, why = model.config, list[str]()
+    kinds = [kind.bound(config.num_heads) for kind in architectures.WRITTEN if not kind.obstacles(config)]
+    for kind in kinds:
+        name = "LlamaForCausalLM" if kind.name == "MistralForCausalLM" else kind.name
+        for arch, layout in ((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name):
+            try:
+                ours, read = kind.describe(config), kind.describe(_read_back(model, arch, layout, kind))
+            except (CheckpointError, ValueError) as error:
+                why.append(str(error).partition("\n")[0])
+                continue
+            if _rope_factors(model):  # they are written as they are
+                ours, read = ({**facts, "rope_scaling": None} for facts in (ours, read))
             others = [key for key in ours if ours[key] != read.get(key)]
-            why = [f"{key}={ours[key]!r} would be {read.get(key)!r} there" for key in others]
-        except (CheckpointError, ValueError) as error:
-            why = [str(error).partition("\n")[0]]
-    if why or arch_layout is None:
-        hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
-        raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
-    return arch_layout
+            if not others:
+                return arch, layout, kind
+            why += [f"{key}={ours[key]!r} would be {read.get(key)!r} there" for key in others]
+    why = why or [f"its architecture is {kinds[0].name if kinds else 'none of transformers'}"]
+    hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
+    raise CheckpointError("llama.cpp has no such model: " + "; ".join(dict.fromkeys(why)), where=where, hint=hint)
 
 
 class _Named(GGUFTensors):
@@ -174,13 +180,13 @@ class _Named(GGUFTensors):
 _UNREAD = StoredTensor((), Kind.F32, 0, 0)
 
 
-def _read_back(model: Transformer, arch: str, layout: GGUFLayout) -> ModelConfig:
+def _read_back(model: Transformer, arch: str, layout: GGUFLayout, kind: Architecture) -> ModelConfig:
     """The model that the reader makes of what is written of its shape. Raises ValueError where it is none."""
     writer = package.GGUFWriter(None, arch)
-    _add_shape(writer, arch, architectures.architecture(model.config).describe(model.config), model)
+    _add_shape(writer, arch, kind.describe(model.config), model)
     meta = Metadata({key: one.value for key, one in writer.kv_data[0].items()}, Path(arch))
     sizes = replace(_sizes(model), context=meta.integer(f"{arch}.context_length"))
-    theirs = {piece.theirs for piece in architectures.architecture(model.config).pieces(list(own_weights(model)))}
+    theirs = {piece.theirs for piece in kind.pieces(list(own_weights(model)))}
     names = (name.format(0) for name, full, _ in layout.theirs() if full.format(0) in theirs)
     facts = facts_of(meta, arch, layout, sizes, _Named(names, _rope_factors(model)))
     return architectures.of_file(facts).understand(facts)
@@ -204,7 +210,7 @@ def _planned(
     model: Transformer, number_format: GGUFFormat, where: str, weights: Mapping[str, Tensor]
 ) -> list[_Planned]:
     """The tensors of a file, in order, none of which is made yet."""
-    _, layout = _layout(model, where)
+    _, layout, kind = _layout(model, where)
     sizes = _sizes(model)
     names = {
         theirs.format(number): pattern.format(number)
@@ -221,7 +227,7 @@ def _planned(
 
         return make
 
-    for piece in architectures.architecture(model.config).pieces(list(shapes)):
+    for piece in kind.pieces(list(shapes)):
         if (name := names.get(piece.theirs)) is None:
             raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Use --format hf.")
         shape = tuple(making(piece, name, shapes)().shape)
@@ -260,7 +266,7 @@ def _check_range(tensor: _Planned, where: str) -> None:
 def _rope_factors(model: Transformer) -> dict[str, Tensor]:
     """Tensors with the factor of each frequency, where the scaling of Llama 3 or a longrope divides them."""
     scaling = model.config.rope_scaling
-    if isinstance(scaling, LongRopeScaling):
+    if isinstance(scaling, LongRopeScaling) and scaling.attention_factor is None:
         lists = {"long": scaling.long_factor, "short": scaling.short_factor}
         return {f"rope_factors_{name}.weight": torch.tensor(factors) for name, factors in lists.items()}
     if scaling is None or scaling.kind != "llama3":
@@ -385,6 +391,10 @@ def _merged_to_whole(model: Mapping[str, Any]) -> bool:
 
 def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWords) -> None:
     ids = {role: tokenizer.special_id(text) for role, text in words.roles.items() if text}
+    said = words.generation.get("eos_token_id")
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    if not ids.keys() & {"bos_token", "eos_token"}:  # only config.json names them
+        ids |= {"bos_token": tokenizer.document_id, "eos_token": ends[0] if ends else None}
     for role, add in (
         ("bos_token", writer.add_bos_token_id),
         ("eos_token", writer.add_eos_token_id),
@@ -396,8 +406,7 @@ def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWord
     writer.add_add_bos_token(words.add_bos)
     if words.chat_template:
         writer.add_chat_template(words.chat_template)
-    ends = words.generation.get("eos_token_id")
-    if isinstance(ends, list) and (other := [id for id in ends if id != ids.get("eos_token")]):
+    if other := [id for id in ends if id != ids.get("eos_token")]:
         writer.add_eot_token_id(other[0])
     for key, theirs in SAMPLING.items():
         if (value := words.generation.get(theirs)) is not None:
