@@ -159,7 +159,7 @@ def _describe_gemma3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GEMMA3_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
+GEMMA3_DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
 GEMMA3_DEFAULTS |= {"sliding_window": 4096, "rope_theta": 1e6, "max_position_embeddings": 131_072}
 
 
