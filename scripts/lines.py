@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_165,
     "shards": 1_690,
     "model": 4_020,
-    "weights": 6_185,
+    "weights": 6_310,
     "train": 10_230,
     "generate": 1_985,
     "evaluation": 4_760,

@@ -340,6 +340,8 @@ ATTACKS = (
     "{{ cycler.__init__.__globals__ }}",
     "{{ raise_exception('never') }}",
     "{{ ('a' * 1000000) | wordwrap(1) }}",
+    "{{ ('a' * 10**7).split('a') }}",
+    "{{ ('a' * 10**7) | list }}",
     "{{ ('a' * 3000000) | title }}",
     "{{ ('<' * 1000000) | striptags }}",
     "{{ strftime_now('%Y' * 3000000) }}",
@@ -348,6 +350,8 @@ ATTACKS = (
     "{% if %}",
     "nothing of the conversation",
     "x" * 2**20,
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\ud800' }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'a' * 10**7 }}",
 )
 
 
@@ -380,6 +384,8 @@ def test_a_template_that_leaves_out_an_answer_is_an_error_with_its_message() -> 
     asked: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match="message 4: the chat template omits"):
         ours.render(asked + asked)
+    assert ours.trouble(asked) == ""
+    assert ours.trouble(asked + asked).startswith("message 4: the chat template omits")
 
 
 def test_a_tokenizer_of_another_model_keeps_its_words(tmp_path: Path) -> None:

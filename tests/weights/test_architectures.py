@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bloomery.core.errors import CheckpointError
 from bloomery.model.config import PRESETS, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
@@ -267,6 +267,19 @@ def test_the_known_shapes_are_what_transformers_calls_them() -> None:
     assert names["gpt2-1558m"] == "GPT2LMHeadModel"
     assert names["harness-220m"] is names["baichuan2-13b"] is names["harness-1b"] is None
     assert architectures.reasons(ModelConfig(preset="harness-220m")) == []
+
+
+@pytest.mark.parametrize("kind", [one.model_type for one in architectures.WRITTEN if one.model_type != "baichuan"])
+def test_a_key_that_a_configuration_lacks_has_the_value_that_transformers_takes(kind: str) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 32, "num_hidden_layers": 6, "intermediate_size": 64}
+    if kind == "gpt2":
+        sizes = {"n_embd": 512, "n_head": 32, "n_layer": 6}
+    sizes |= {"vocab_size": 700}
+    name = next(one.name for one in architectures.WRITTEN if one.model_type == kind)
+    named = {"architectures": [name], "model_type": kind}
+    whole = AutoConfig.for_model(kind, **sizes, pad_token_id=None).to_dict() | named
+    known = architectures.of_file(sizes | named)
+    assert known.understand(sizes | named) == known.understand(whole)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

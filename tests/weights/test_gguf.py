@@ -31,12 +31,24 @@ WORDS = GGUFWords(
 YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 10}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_context_length": 64}
 WIDE = {"head_dim": 24, "rope_scaling": LLAMA3, "rope_theta": 500.0, "context_length": 128}
+GEMMA = {"norm_order": "both", "norm_plus_one": True, "scale_embeddings": True, "qk_norm": True, "mlp": "geglu_tanh"}
+GEMMA |= {"num_layers": 7, "sliding_window": [*[8] * 5, "full"], "rope_local_theta": 1e4, "query_pre_attn_scalar": 8.0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.7], "long_factor": [1.0, 2.3, 9.0]}
+LONGROPE = {"partial_rotary_factor": 0.75, "num_heads": 4, "num_kv_heads": 2, "context_length": 32}
+LONGROPE |= {"rope_scaling": {"kind": "longrope", "factor": 8.0, "original_context_length": 32, **FACTORS}}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with a head, biases and YaRN": {"tie_embeddings": False, "biases": "all", "rope_scaling": YARN},
     "llama with wide heads and Llama 3's scaling": WIDE,
     "qwen2": {"biases": "qkv", "rope_scaling": {"kind": "linear", "factor": 2.0}},
     "qwen3": {"qk_norm": True},
+    "smollm3": {"num_layers": 5, "rope_layers": [True, True, True, False], "tie_embeddings": False},
+    "olmo2": {"norm_order": "after", "qk_norm": True, "qk_norm_over": "width", "num_heads": 4, "num_kv_heads": 2},
+    "gemma3": GEMMA,
+    "phi3": {"sliding_window": [8], "partial_rotary_factor": 0.5, "num_heads": 4, "num_kv_heads": 2},
+    "phi3 with longrope": LONGROPE,
+    "gptneox": {"norm": "layernorm", "biases": "all", "mlp": "gelu", "num_kv_heads": 4, "num_heads": 4}
+    | {"tie_embeddings": False, "parallel_residual": True, "partial_rotary_factor": 0.25},
 }
 
 
@@ -68,7 +80,8 @@ def config(**changes: Any) -> ModelConfig:
 def test_a_model_comes_back_with_the_same_shape_and_logits(tmp_path: Path, shape: ModelConfig) -> None:
     model = made(tmp_path / "a.gguf", shape)
     again = read_back(tmp_path / "a.gguf")
-    assert again.config == model.config
+    for name in type(shape).model_fields:
+        assert again.config.of_every_layer(name) == model.config.of_every_layer(name), name
     ids = random_ids(2, 30, 0, small().vocab_size)
     assert torch.equal(scores(again, ids), scores(model, ids))
 
@@ -132,7 +145,14 @@ def test_int4_keeps_the_blocks_of_a_file_as_they_are(
 
 
 def test_a_model_that_llama_cpp_does_not_have_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    for changes, why in (({"mlp": ["geglu"]}, "'geglu' would be swiglu"), ({"sliding_window": [8]}, "sliding_window")):
+    for changes, why in (
+        ({"mlp": ["geglu"]}, "hidden_act='gelu' would be 'silu' there"),
+        ({"sliding_window": [8], "head_dim": 12}, "sliding_window=8 would be None there"),
+        (GEMMA | {"rope_local_theta": 2e4}, "rope_local_base_freq=20000.0 would be 10000.0 there"),
+        (GEMMA | {"query_pre_attn_scalar": 5.0}, "query_pre_attn_scalar=5 would be 8 there"),
+        ({"rope_layers": [True, False]}, r"no_rope_layers=\[1, 0\] would be \[1, 1\] there"),
+        (LONGROPE | {"mlp": "geglu"}, "hidden_act='gelu' would be 'silu' there"),
+    ):
         with pytest.raises(CheckpointError, match=why):
             made(tmp_path / "a.gguf", config(**changes))
     huge = lively(SHAPES[0], 0, small().vocab_size)
@@ -186,6 +206,8 @@ def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path
     assert "blk.0.ffn_norm.weight is missing" in damaged(file, first, b"blk.0.fXn_norm.weight")
     assert "has the unknown architecture 'lXama'" in damaged(file, data.index(b"llama", 24), b"lXama")
     assert "by the unknown rule 'qXen2'" in damaged_words(file, b"qwen2", b"qXen2")
+    layers = data.index(b"llama.block_count") + len("llama.block_count") + 4
+    assert "has 0 layers and 4 heads" in damaged(file, layers, struct.pack("<I", 0))
     start = gguf.read(file).tensors.stored["blk.0.attn_norm.weight"].start
     nan = struct.pack("<f", float("nan"))
     assert "blk.0.attn_norm.weight holds 1 of 32 numbers that are NaN" in damaged(file, start + 8, nan)
@@ -211,11 +233,60 @@ def test_llama_3_scaling_follows_from_its_factors() -> None:
         "original_max_position_embeddings": 8192,
     }
     for changes in ({}, {"factor": 8.0}, {"original_max_position_embeddings": 4096, "high_freq_factor": 2.5}):
-        factors = gguf.llama3_factors(500_000.0, 64, scaling | changes)
+        factors = gguf_layouts.llama3_factors(500_000.0, 64, scaling | changes)
         as_stored = torch.tensor(factors, dtype=torch.float32).tolist()
-        assert gguf._llama3_scaling(as_stored, 500_000.0, Path("a")) == {"rope_type": "llama3", **scaling, **changes}
+        assert gguf_layouts.llama3_scaling(as_stored, 500_000.0, Path("a")) == {
+            "rope_type": "llama3",
+            **scaling,
+            **changes,
+        }
+    for count, original in ((8, 32), (4, 8192), (3, 512), (16, 2000)):  # where few frequencies tell it
+        few = scaling | {"original_max_position_embeddings": original}
+        factors = gguf_layouts.llama3_factors(500_000.0, count, few)
+        computed = gguf_layouts.llama3_scaling(factors, 500_000.0, Path("a"))
+        assert computed is not None
+        assert computed.pop("rope_type") == "llama3"
+        assert gguf_layouts.llama3_factors(500_000.0, count, computed) == pytest.approx(factors, rel=1e-6)
     with pytest.raises(CheckpointError, match="do not match Llama 3"):
-        gguf._llama3_scaling([1.0, 3.0, 2.0, 5.0], 500_000.0, Path("a"))
+        gguf_layouts.llama3_scaling([1.0, 3.0, 2.0, 5.0], 500_000.0, Path("a"))
+
+
+def test_a_sentencepiece_vocabulary_has_the_ids_of_llama_cpp() -> None:
+    """A space before each part between special tokens, user-defined ones too; rows at the end may have no token."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "\u2581a",
+        "<|u|>",
+        "[PAD262]",
+    ]
+    kinds = np.array([2, 3, *[6] * 256, 1, 1, 1, 4, 5])
+    entries = {"tokenizer.ggml.scores": -np.arange(len(tokens), dtype=float), "tokenizer.ggml.token_type": kinds}
+    inner = parsed(gguf._sentencepiece(gguf.Metadata(entries, Path("a")), tokens), "a")
+    ids = {name: tokens.index(name) for name in ("\u2581a", "a", "<|u|>")}
+    assert inner.encode("aa<|u|>a").ids == [ids["\u2581a"], ids["a"], ids["<|u|>"], ids["\u2581a"]]
+    assert inner.token_to_id("[PAD262]") is None
+
+
+def test_metadata_that_changes_the_results_is_refused_by_name(tmp_path: Path) -> None:
+    made(tmp_path / "a.gguf", config(rope_scaling={"kind": "linear", "factor": 2.0}))
+    data = (tmp_path / "a.gguf").read_bytes()
+    data = data.replace(b"llama.rope.scaling.factor", b"llama.attention.clamp_kqv")
+    (tmp_path / "b.gguf").write_bytes(data)
+    opened_model(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"clip_qkv = 2\.0 changes what LlamaForCausalLM computes"):
+        opened_model(tmp_path / "b.gguf")
+
+
+def test_scaled_frequencies_of_an_impossible_base_are_refused(tmp_path: Path) -> None:
+    made(tmp_path / "a.gguf", config(**WIDE))
+    data = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "a.gguf").write_bytes(data.replace(struct.pack("<f", 500.0), struct.pack("<f", -1.0)))
+    with pytest.raises(CheckpointError, match="rope_theta: must be at least"):
+        opened_model(tmp_path / "a.gguf")
 
 
 @pytest.mark.slow

@@ -461,6 +461,9 @@ def test_a_special_token_without_a_row_is_left_out_and_an_ordinary_token_is_not(
     words = hf.load(tmp_path).language
     assert words.tokenizer.vocab_size == size
     assert max(words.tokenizer.encode("an <image> of it")) < size
+    longer, added = hf.tokenizer_of(tmp_path, size)
+    assert sorted(added.values()) == [*range(size, size + len(SPECIAL))]
+    assert not longer.holds("<image>")
     tokenizer.add_tokens(["ordinary"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="token IDs, but the model has"):
@@ -522,6 +525,19 @@ def test_a_gguf_file_says_whether_a_text_opens_with_a_token(tmp_path: Path) -> N
     (tmp_path / "b.gguf").write_bytes(data.replace(b"tokenizer.huggingface.json", b"tokenizer.huggingface.jXon"))
     for name in ("a", "b"):  # with the tokenizer.json inside, and as others write it
         assert hf.load(tmp_path / f"{name}.gguf").language.text_ids("it") == loaded.language.text_ids("it")
+
+
+def test_a_gguf_file_has_the_tokens_that_config_json_alone_names(tmp_path: Path) -> None:
+    size = plain_tokenizer(tmp_path)
+    llama(tmp_path, size + 2, bos_token_id=size, eos_token_id=size + 1)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = hf.load(tmp_path)
+    export.write(loaded, tmp_path / "a.gguf", "gguf", "float32")
+    again = hf.load(tmp_path / "a.gguf").language
+    assert again.tokenizer.document_id == size
+    assert again.stop_ids == loaded.language.stop_ids == {size, size + 1}
 
 
 def test_an_import_keeps_matrices_that_have_more_digits_than_the_embedding(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from bloomery.model import lora
 from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
-from bloomery.weights import export, hf, locate
+from bloomery.weights import architectures, export, hf, locate
 from bloomery.weights import peft as weights_peft
 from bloomery.weights.hf import BaseModel, Lineage
 from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -193,6 +193,28 @@ def test_adapters_are_taken_up_bit_for_bit_where_training_goes_on(tmp_path: Path
     lora.attach(fewer, Lora(rank=3, target_modules=("attention.q",)), seed=9)
     with pytest.raises(CheckpointError, match="the adapters differ at"):
         hf.fill_adapters(fewer, folder, LINEAGE)
+
+
+def test_adapters_have_the_names_that_the_files_of_their_base_have(tmp_path: Path) -> None:
+    """A Phi-3 is a Llama by its shape, but PEFT finds its matrices by the names of a Phi-3."""
+    settings = Lora(rank=3, target_modules=("all-linear",))
+    model, folder = adapted(tmp_path, SHAPES[0], settings)
+    base, kind = tmp_path / "base", architectures.PHI3
+    weights = hf.load(base).weights
+    fused = {one.theirs: architectures.gathered(one, weights).contiguous() for one in kind.pieces(list(weights))}
+    safetensors.torch.save_file(fused, base / hf.WEIGHTS)
+    facts = json.loads((base / hf.CONFIG).read_text()) | {"architectures": [kind.name], "model_type": kind.model_type}
+    (base / hf.CONFIG).write_text(json.dumps(facts))
+    (base / "SHA256SUMS").unlink()
+    below = BaseModel(base, hf.digest(base))
+    hf.save_adapters(folder, lora.weights(model), model, Renderer(small()), LINEAGE, settings, below)
+    names = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS)
+    assert {name.split(".")[-3] for name in names} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert close(logits_of(hf.load(folder).model), logits_of(model))
+    other = lively(SHAPES[0], 0, VOCAB)
+    lora.attach(other, settings, seed=9)
+    weights_peft.fill(other, folder)
+    assert torch.equal(logits_of(other.eval()), logits_of(model))
 
 
 def test_exporting_adapters_merges_them_and_a_run_can_move_as_a_whole(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
     for name, ours in names.items():
         if (value := generation.get(name)) is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name in whole and value != int(value)):
+        is_part = name in whole and isinstance(value, float) and not value.is_integer()
+        if isinstance(value, bool) or not isinstance(value, int | float) or is_part:
             hint = "Correct or remove it."
             raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
         if name in ("top_p", "typical_p") and value <= 0:

@@ -387,6 +387,8 @@ def fit(
         tried = (fitting + too_long) // 2
     if best is None:
         return ReadError("too_long", 0, f"its first answer does not end within {sequence_length} tokens")
+    if not any(best.mask):
+        return ReadError("nothing_to_learn", 0, "no token of it is in the loss: its assistant says nothing")
     return best, answers[fitting - 1]
 
 

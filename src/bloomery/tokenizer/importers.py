@@ -81,6 +81,8 @@ class SentencePieceModel(NamedTuple):
     puts_space_first: bool
     squeezes_space: bool
     byte_fallback: bool
+    spaces_every_part: bool = False
+    """Whether a space comes before each part of a text that a special token ends, as in llama.cpp."""
 
 
 def write(file: Path, tokenizer: Tokenizer) -> None:
@@ -503,7 +505,7 @@ def _sentencepiece_problem(model: SentencePieceModel, *, foreign: bool) -> str:
         return "it has pieces marked as unused"
     if not model.byte_fallback:
         return "it has no bytes to fall back to, so it loses text"
-    if users and model.puts_space_first:
+    if users and model.puts_space_first and not model.spaces_every_part:
         return "it puts a space before each text and has user-defined symbols"
     if any(len(piece.text) == 1 and piece.type in (CONTROL, UNKNOWN) for piece in model.pieces):
         return "it has a special token of one character"

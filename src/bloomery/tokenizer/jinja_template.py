@@ -41,7 +41,7 @@ from bloomery.core.log import info
 from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered, TooLongError
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-MAX_TEMPLATE = 2**19
+MAX_TEMPLATE = 2**17
 """Characters of a template. The longest published ones have 30,000."""
 MAX_TEXT = 2**24
 """Characters of any text that a template makes."""
@@ -125,7 +125,9 @@ class OriginText(str):
         return OriginText(super().__getitem__(key), self._from[key])
 
     def __iter__(self) -> Iterator[str]:
-        return (self[index] for index in range(len(self)))
+        for index in range(len(self)):
+            _take(1)
+            yield self[index]
 
     def _part(self, begin: int, length: int) -> "OriginText":
         return OriginText(str.__getitem__(self, slice(begin, begin + length)), self._from[begin : begin + length])
@@ -150,7 +152,7 @@ class OriginText(str):
 
     def _parts(self, pieces: Sequence[str], sep: str | None) -> list[str]:
         """The traced pieces of a split: they stand in the text one after the other."""
-        _take(len(self) + len(pieces))
+        _take(MAX_TEXT + 1 if len(pieces) > MAX_ELEMENTS else len(self) + len(pieces))
         parts: list[str] = []
         begin = 0
         for piece in pieces:
@@ -209,7 +211,6 @@ class OriginText(str):
         return self._mapped(str.capitalize)
 
 
-_TRACED = frozenset(name for name in vars(OriginText) if not name.startswith("_"))
 _GROWS = frozenset({"center", "expandtabs", "ljust", "rjust", "translate", "zfill"})
 
 
@@ -416,7 +417,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _take(1)
         if name in _SLOW_FILTERS and args:
-            _short(str(args[0]), MAX_SLOW, f"the filter {name} on a text")
+            _short("".join(map(str, args)), MAX_SLOW, f"the filter {name} on a text")  # one gets the environment first
         if name in _PRODUCT_FILTERS:
             _check_product(one for one in (*args, *kwargs.values()) if isinstance(one, int | str | list | tuple | dict))
         return _checked(function(*args, **kwargs))
@@ -442,8 +443,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "raise_exception": _raise_exception,
             "strftime_now": lambda how: datetime.now().strftime(_short(how, MAX_DATE, "the format of a date")),
             "namespace": _Names,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
         }
-        self.globals |= {"dict": lambda *args, **kwargs: dict(*args, **kwargs)}
 
     def tick(self) -> None:
         _take(1)
@@ -585,9 +586,10 @@ class JinjaRenderer:
     def trouble(self, messages: Sequence[Message]) -> str:
         """Why a conversation cannot be written in this template, or ""."""
         try:
-            self._text(messages, {})
+            text = self._text(messages, {})
+            self._answers(text, [] if self._has_generation else messages)
         except DataError as error:
-            return error.what
+            return error.what if error.where == "messages" else f"{error.where}: {error.what}"
         return ""
 
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], **flags: bool) -> OriginText:
@@ -616,19 +618,16 @@ class JinjaRenderer:
         except DataError as error:
             raise DataError(error.what, where="chat template", hint=_HINT) from None
         begin, end = _span(whole, FIRST + 1) or (0, 0)
-        if end == 0:
-            what = "the chat template does not write the assistant's messages"
+        if end == 0 or len(whole) > MAX_TEMPLATE:
+            what = "the chat template does not write the assistant's messages, or too much next to them"
             raise DataError(what, where="chat template", hint=_HINT)
         lead = whole[len(asked) : begin] if whole.startswith(asked) and len(asked) <= begin else ""
         if not whole.startswith(asked):
             what = f"the chat template prompts with {shorten(asked[-40:])!r}, but does not write that before"
             info(f"{what} the answers of a conversation", "yellow")
         ids, where = self._encoded(whole)
-        after = next(
-            (id for id, (left, _) in zip(ids, where, strict=True) if left >= end and id in self._special), None
-        )
-        ends = frozenset[int]() if after is None else frozenset({after})
-        return str.__str__(str(lead)), "" if header == asked else str.__str__(header), ends
+        after = [id for id, (left, _) in zip(ids, where, strict=True) if left >= end and id in self._special]
+        return str.__str__(str(lead)), "" if header == asked else str.__str__(header), frozenset(after[:1])
 
     def _answers(self, text: OriginText, messages: Sequence[Message], *, warns: bool = False) -> list[tuple[int, int]]:
         """Where each answer stands in the text: its lead, its content, and what ends it."""
@@ -791,10 +790,11 @@ def _problem(tree: nodes.Template) -> str:
 def _rendered(template: CompiledTemplate, values: Mapping[str, Any]) -> OriginText:
     token = _BUDGET.set(_Budget())
     try:
-        return _joined(template.generate(**values))
+        text = _joined(template.generate(**values))
+        text.encode()  # raises ValueError for half a surrogate pair
+        return text
     except _FAILURES as error:
         what = f"the model's chat template rejects this: {shorten(str(error) or type(error).__name__)}"
-        hint = "Change the conversation, or use a built-in template: --template NAME."
-        raise DataError(what, where="messages", hint=hint) from None
+        raise DataError(what, where="messages", hint=f"Change the conversation. {_HINT}") from None
     finally:
         _BUDGET.reset(token)

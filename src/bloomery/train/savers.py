@@ -68,7 +68,7 @@ class AdapterSaver:
         weights = {name: collectives.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
         if self.settings.dora and collectives.is_sharded(self.model) and not self._lengths:
             twin = self._twin()
-            for path in peft.unadapted_parts(weights, twin):
+            for path in peft.unadapted_parts(weights, twin, self.base.kind):
                 lengths = fsdp.row_lengths(self.model.get_submodule(path), twin.get_submodule(path))
                 self._lengths[f"{path}.magnitude"] = lengths.cpu()
         weights |= self._lengths

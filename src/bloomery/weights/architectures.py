@@ -73,7 +73,7 @@ def _is_unbiased(facts: Mapping[str, Any], name: str) -> None:
 
 
 def _smollm3(facts: Mapping[str, Any]) -> ModelConfig:
-    config = read_llama({"rope_theta": 2e6, "tie_word_embeddings": True, **facts})
+    config = read_llama(facts)
     if facts.get("use_sliding_window") and facts.get("sliding_window") is not None:
         raise ValueError("use_sliding_window: a SmolLM3 with windows is not supported")
     layers, every = config.num_layers, facts.get("no_rope_layer_interval", 4)
@@ -98,6 +98,8 @@ SMOLLM3 = Architecture(
     _smollm3,
     mappings,
     LLAMA_FIELDS | WINDOW_FIELDS | {"mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+    defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
+    | {"max_position_embeddings": 32_768},
 )
 
 # --- norms after, and on both sides --------------------------------------------------------------------------------
@@ -116,8 +118,7 @@ olmo2_mappings = partial(mappings, patterns=OLMO2_PATTERNS, architecture="Olmo2F
 
 def _olmo2(facts: Mapping[str, Any]) -> ModelConfig:
     _is_unbiased(facts, "Olmo2ForCausalLM")
-    config = read_llama({"rms_norm_eps": 1e-5, **facts})
-    return changed(config, norm_order="after", qk_norm=True, qk_norm_over="width")
+    return changed(read_llama(facts), norm_order="after", qk_norm=True, qk_norm_over="width")
 
 
 OLMO2 = Architecture(
@@ -136,6 +137,7 @@ OLMO2 = Architecture(
     _olmo2,
     olmo2_mappings,
     LLAMA_FIELDS,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
 )
 
 
@@ -157,7 +159,8 @@ def _describe_gemma3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GEMMA3_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": 1e6}
+GEMMA3_DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True}
+GEMMA3_DEFAULTS |= {"sliding_window": 4096, "rope_theta": 1e6, "max_position_embeddings": 131_072}
 
 
 def _gemma3(facts: Mapping[str, Any]) -> ModelConfig:
@@ -260,7 +263,7 @@ def _phi3(facts: Mapping[str, Any]) -> ModelConfig:
     if kind not in ("default", "longrope", "su", "yarn"):  # transformers takes the last two for longrope
         raise ValueError(f"rope_scaling of the type {kind!r} is not one of longrope")
     plain = dict(facts) | {"rope_parameters": {"rope_theta": said.get("rope_theta")}, "rope_scaling": None}
-    tree = llama_tree({"rms_norm_eps": 1e-5} | plain)
+    tree = llama_tree(plain)
     tree |= {"sliding_window": (size_or_full(facts),), "partial_rotary_factor": rotary_share(facts)}
     if kind != "default":
         longest = facts["max_position_embeddings"]
@@ -300,6 +303,7 @@ PHI3 = Architecture(
     _phi3,
     partial(mappings, patterns=PHI3_PATTERNS, architecture="Phi3ForCausalLM", groups=(QKV, ("gate", "up"))),
     LLAMA_FIELDS | {"mlp_bias", "sliding_window", "partial_rotary_factor", "original_max_position_embeddings"},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
 )
 
 
@@ -385,6 +389,7 @@ NEOX = Architecture(
     neox_mappings(1),
     (LLAMA_FIELDS | {"layer_norm_eps", "use_parallel_residual", "rotary_pct", "rotary_emb_base"}),
     neox_mappings,
+    {"max_position_embeddings": 2048},
 )
 
 
@@ -437,7 +442,7 @@ def read_gpt2(facts: Mapping[str, Any]) -> ModelConfig:
         num_heads=facts["n_head"],
         num_kv_heads=facts["n_head"],
         intermediate_size=facts.get("n_inner") or 4 * facts["n_embd"],
-        context_length=facts.get("n_positions") or facts["n_ctx"],
+        context_length=facts.get("n_positions") or facts.get("n_ctx") or 1024,
         norm_eps=facts.get("layer_norm_epsilon", 1e-5),
         tie_embeddings=facts.get("tie_word_embeddings", True),
         mlp=(activations[act],),

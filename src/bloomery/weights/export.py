@@ -152,7 +152,9 @@ def _words(loaded: Loaded, license: str | None) -> GGUFWords:
     """What a GGUF file says about text, as `hf.save` says it in a model folder."""
     words, chats = loaded.language, loaded.lineage.template is not None
     source = words.chat.source if words.chat is not None and (chats or not words.is_ours) else None
-    generation = {"temperature": TEMPERATURE, "top_p": 1.0} if words.is_ours else words.generation
+    generation = {"temperature": TEMPERATURE, "top_p": 1.0}
+    if not words.is_ours:
+        generation = {"eos_token_id": sorted(words.end_ids)} | {**words.generation}
     roles = words.roles_with(chats=chats)
     first = None if words.is_ours else next(iter(words.opening_ids), None)
     opens = first is not None and first == words.tokenizer.special_id(roles.get("bos_token") or "")

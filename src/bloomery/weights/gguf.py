@@ -12,9 +12,6 @@ the size of the file before anything is allocated. The package dequantizes the b
 
 llama.cpp turns neighboring numbers of a head by RoPE, and `transformers` turns number i and i + E/2. So files of the
 architecture llama hold the rows of queries and keys in another order. Reading restores the order of `transformers`.
-
-Llama 3 scales its RoPE frequencies, and a file holds the factor of each frequency. The parameters of the scaling
-are computed from the factors. A file whose factors follow from no such parameters is refused.
 """
 
 import json
@@ -35,6 +32,7 @@ from bloomery.core.errors import CheckpointError, DataError, shorten
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.tokenizer import parsed
 from bloomery.weights.gguf_layouts import (
+    CHANGING,
     FACTORS,
     LAYOUTS,
     OPTIONAL,
@@ -45,6 +43,9 @@ from bloomery.weights.gguf_layouts import (
     GGUFLayout,
     dequantize,
     int4_blocks,
+    interleaved,
+    llama3_scaling,
+    split_halves,
 )
 from bloomery.weights.safetensors import finite
 
@@ -127,7 +128,7 @@ def read(file: Path) -> GGUFModel:
     sizes = Sizes.of(meta, name, header.tensors)
     _check_tensors(header.tensors, layout, sizes, file)
     tensors = GGUFTensors(header, layout, sizes)
-    facts = _facts(meta, name, layout, sizes, tensors)
+    facts = facts_of(meta, name, layout, sizes, tensors)
     tokens = meta.texts("tokenizer.ggml.tokens")
     if len(tokens) != sizes.vocab:
         what = f"its tokenizer has {len(tokens):,} tokens, but token_embd.weight has {sizes.vocab:,} rows"
@@ -302,6 +303,10 @@ def _shortest(number: float) -> float:
     return float(str(np.float32(number)))
 
 
+def numbers_of(tensor: Tensor) -> list[float]:
+    return [_shortest(number) for number in tensor.tolist()]
+
+
 def _kind(number: int) -> tuple[gguf.GGMLQuantizationType | None, int, int]:
     """A type of tensors, with numbers and bytes of a block."""
     try:
@@ -399,11 +404,12 @@ class Sizes:
         if "token_embd.weight" not in tensors:
             raise CheckpointError("token_embd.weight is missing", where=str(meta.file), hint=DAMAGED)
         hidden, heads = meta.integer(f"{name}.embedding_length"), meta.integer(f"{name}.attention.head_count")
-        if not heads or not hidden:
-            what = f"has {heads} heads for a hidden size of {hidden}"
+        layers = meta.integer(f"{name}.block_count")
+        if not heads or not hidden or not layers:
+            what = f"has {layers} layers and {heads} heads for a hidden size of {hidden}"
             raise CheckpointError(what, where=str(meta.file), hint=DAMAGED)
         return cls(
-            layers=meta.integer(f"{name}.block_count"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=meta.integer(f"{name}.attention.head_count_kv", heads),
@@ -443,7 +449,7 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], layout: GGUFLayout, size
         raise CheckpointError(what, where=str(file), hint="Use a model without them: they change the results.")
 
 
-def _facts(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors: "GGUFTensors") -> dict[str, Any]:
+def facts_of(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors: "GGUFTensors") -> dict[str, Any]:
     facts: dict[str, Any] = {
         "architectures": [layout.name],
         "model_type": layout.model_type,
@@ -482,6 +488,7 @@ def _facts(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors:
             "layer_norm_eps": meta.number("gptneox.attention.layer_norm_epsilon"),
         }
     facts |= {"hidden_act": "silu", "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon")}
+    facts |= {theirs: value for key, theirs in CHANGING.items() if (value := meta.number(f"{name}.{key}", 0.0))}
     if turned != sizes.head:
         facts["partial_rotary_factor"] = turned / sizes.head
     if scaling := _rope_scaling(meta, name, facts, tensors):
@@ -503,19 +510,20 @@ def _of_smollm3(facts: Mapping[str, Any], window: int, tensors: "GGUFTensors") -
 
 
 def _of_gemma3(facts: Mapping[str, Any], window: int, tensors: "GGUFTensors") -> dict[str, Any]:
-    """llama.cpp lets every sixth layer see everything, whatever the file says."""
+    """llama.cpp lets every sixth layer see everything, and knows the 27B by its layers, whatever the file says."""
     layers = range(1, facts["num_hidden_layers"] + 1)
+    scalar = facts["hidden_size"] // facts["num_attention_heads"] if len(layers) == 62 else facts["head_dim"]
     kinds = ["full_attention" if number % 6 == 0 else "sliding_attention" for number in layers]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": window,
         "layer_types": kinds,
         "rope_local_base_freq": 10_000.0,
-        "query_pre_attn_scalar": facts["head_dim"],
+        "query_pre_attn_scalar": scalar,
     }
 
 
-def _of_phi3(facts: Mapping[str, Any], window: int, tensors: "GGUFTensors") -> dict[str, Any]:
+def _with_window(facts: Mapping[str, Any], window: int, tensors: "GGUFTensors") -> dict[str, Any]:
     return {"sliding_window": window or None}
 
 
@@ -523,7 +531,8 @@ _OF_ONE: dict[str, Callable[[Mapping[str, Any], int, "GGUFTensors"], dict[str, A
     "llama": _of_llama,
     "smollm3": _of_smollm3,
     "gemma3": _of_gemma3,
-    "phi3": _of_phi3,
+    "phi3": _with_window,
+    "olmo2": _with_window,  # OLMo 3 has one, and is refused by it
 }
 """What one architecture has in addition, by its name in GGUF."""
 
@@ -531,7 +540,8 @@ _OF_ONE: dict[str, Callable[[Mapping[str, Any], int, "GGUFTensors"], dict[str, A
 def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: "GGUFTensors") -> dict[str, Any] | None:
     factors = {one: tensors.factors(one) for one in FACTORS if one in tensors.stored}
     if "rope_freqs.weight" in factors:
-        return _llama3_scaling(factors["rope_freqs.weight"], facts["rope_theta"], meta.file)
+        theta = facts["rope_theta"]  # one that cannot be is refused with all other settings
+        return llama3_scaling(factors["rope_freqs.weight"], theta, meta.file) if theta > 0 else None
     original = meta.integer(f"{name}.rope.scaling.original_context_length", facts["max_position_embeddings"])
     if factors:
         if name != "phi3" or len(factors) != 2:
@@ -553,47 +563,6 @@ def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: 
         if f"{name}.rope.scaling.{theirs}" in meta.entries:
             scaling[ours] = meta.number(f"{name}.rope.scaling.{theirs}")
     return scaling
-
-
-def llama3_factors(theta: float, count: int, scaling: Mapping[str, float]) -> list[float]:
-    """By how much Llama 3's scaling divides each of `count` frequencies (Dubey et al. 2024)."""
-    factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    factors = []
-    for number in range(count):
-        wavelength = 2 * math.pi * theta ** (number / count)
-        turns = scaling["original_max_position_embeddings"] / wavelength
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))
-        factors.append(1 / ((1 - share) / factor + share))
-    return factors
-
-
-def _llama3_scaling(factors: list[float], theta: float, file: Path) -> dict[str, Any] | None:
-    """
-    The parameters of Llama 3's scaling from the factors of all frequencies.
-
-    Between the two bounds, the share of the unscaled frequency is a line over 1 / wavelength. The line gives
-    original / (high - low) and low / (high - low), and `low` is 1 in every published model.
-    """
-    if all(factor == 1.0 for factor in factors):
-        return None
-    largest = max(factors)
-    middle = [number for number, factor in enumerate(factors) if 1.0 < factor < largest * (1 - 1e-5)]
-    guesses = [(4.0, 8192.0)]
-    if len(middle) > 1 and math.isfinite(largest):
-        inverse = [1 / (2 * math.pi * theta ** (number / len(factors))) for number in middle]
-        shares = [(1 / factors[number] - 1 / largest) / (1 - 1 / largest) for number in middle]
-        slope = (shares[-1] - shares[0]) / (inverse[-1] - inverse[0])
-        width = -1 / (shares[0] - slope * inverse[0]) if shares[0] != slope * inverse[0] else 1.0
-        guesses.append((round(1.0 + width, 3), float(round(slope * width))))
-    for high, original in guesses:
-        scaling = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": high}
-        scaling["original_max_position_embeddings"] = int(original)
-        if high > 1.0 and original >= 1:
-            computed = llama3_factors(theta, len(factors), scaling)
-            if all(math.isclose(left, right, rel_tol=1e-4) for left, right in zip(computed, factors, strict=True)):
-                return {"rope_type": "llama3", **scaling}
-    what = "its RoPE factors (rope_freqs.weight) do not match Llama 3 scaling"
-    raise CheckpointError(what, where=str(file), hint="Use the same model from its Hugging Face folder.")
 
 
 # --- the tokenizer -------------------------------------------------------------------------------------------------
@@ -673,13 +642,15 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
             "merges": merges,
         },
     }
-    return spec, pre.startswith("llama")
+    return spec, how.whole_words
 
 
 def _sentencepiece(meta: Metadata, tokens: list[str]) -> str:
     """A tokenizer.json of a SentencePiece model. Raises CheckpointError where its token IDs would be others."""
     scores, kinds = meta.numbers("tokenizer.ggml.scores", len(tokens)), _types(meta, tokens)
     pieces = [importers.SentencePieceToken(*piece) for piece in zip(tokens, scores, kinds, strict=True)]
+    while pieces and pieces[-1].type == UNUSED:  # rows of the table that no token has
+        pieces.pop()
     model = importers.SentencePieceModel(
         pieces,
         kind=importers.BPE_KIND,
@@ -687,6 +658,7 @@ def _sentencepiece(meta: Metadata, tokens: list[str]) -> str:
         puts_space_first=meta.flag("tokenizer.ggml.add_space_prefix", True),
         squeezes_space=False,
         byte_fallback=BYTE in kinds,
+        spaces_every_part=True,
     )
     try:
         return importers.of_pieces(model, str(meta.file)).to_str()
@@ -736,8 +708,7 @@ class GGUFTensors:
 
     def factors(self, name: str) -> list[float]:
         """The numbers of a tensor of FACTORS."""
-        numbers: list[float] = self._read(self.stored[name], torch.float32).tolist()
-        return numbers
+        return numbers_of(self._read(self.stored[name], torch.float32))
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
         """
@@ -788,13 +759,3 @@ def reordered(tensor: Tensor, name: str, layout: GGUFLayout, sizes: Sizes, *, in
         return tensor.reshape(first, second, sizes.head, -1).transpose(0, 1).reshape(tensor.shape)
     turned = layout.model_type == "gpt2" and kind == "weight" and matrix in TRANSPOSED
     return tensor.t() if turned else tensor
-
-
-def split_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys from llama.cpp's order, where RoPE turns neighbors, to transformers', of two halves."""
-    return rows.view(heads, rows.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
-
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """The inverse of `split_halves`."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).transpose(1, 2).reshape(rows.shape)

@@ -2,17 +2,23 @@
 What GGUF files hold, as tables: names of tensors, special tokens and settings next to transformers', and blocks.
 
 Reading and writing use the same tables. An architecture that is not in LAYOUTS is neither read nor written.
+
+Llama 3 scales its RoPE frequencies, and a file holds the factor of each frequency. The parameters of the scaling
+are computed from the factors. A file whose factors follow from no such parameters is refused.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError
 from bloomery.tokenizer.tokenizer import PATTERNS
 
 import torch
@@ -165,6 +171,16 @@ SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 """Key of the metadata, and the same in a generation_config.json."""
+CHANGING = {
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "logit_scale": "logits_scaling",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "attention.clamp_kqv": "clip_qkv",
+}
+"""Keys of the metadata that change the results unless they are 0, and the same in a config.json: it is refused."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 """As in a tokenizer_config.json, and in `tokenizer.ggml.…_token_id`."""
 
@@ -232,3 +248,62 @@ def int4_blocks(rows: Tensor, kind: gguf.GGMLQuantizationType) -> tuple[Tensor, 
     blocks = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind][1])
     scales = blocks[..., :-16].contiguous().view(torch.float16)
     return blocks[..., -16:].contiguous(), scales if kind.name == "Q4_1" else torch.cat((scales, -8 * scales), 2)
+
+
+def split_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys from llama.cpp's order, where RoPE turns neighbors, to transformers', of two halves."""
+    return rows.view(heads, rows.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of `split_halves`."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def llama3_factors(theta: float, count: int, scaling: Mapping[str, float]) -> list[float]:
+    """By how much Llama 3's scaling divides each of `count` frequencies (Dubey et al. 2024)."""
+    factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factors = []
+    for number in range(count):
+        wavelength = 2 * math.pi * theta ** (number / count)
+        turns = scaling["original_max_position_embeddings"] / wavelength
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        factors.append(1 / ((1 - share) / factor + share))
+    return factors
+
+
+def llama3_scaling(factors: list[float], theta: float, file: Path) -> dict[str, Any] | None:
+    """
+    The parameters of Llama 3's scaling from the factors of all frequencies.
+
+    Between the two bounds, the share of the unscaled frequency is a line over 1 / wavelength. The line gives
+    original / (high - low) and low / (high - low), and `low` is 1 in every published model. Where fewer than two
+    frequencies lie on the line, any parameters with the same factors will do: `high` is 4, as in published models.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return None
+    largest = max(factors)
+    middle = [number for number, factor in enumerate(factors) if 1.0 < factor < largest * (1 - 1e-5)]
+    inverse = [1 / (2 * math.pi * theta ** (number / len(factors))) for number in range(len(factors))]
+    share_of = {number: (1 / factors[number] - 1 / largest) / (1 - 1 / largest) for number in middle}
+    whole = [number for number, factor in enumerate(factors) if factor == 1.0]
+    guesses = [(4.0, 8192.0)]
+    if len(middle) > 1 and math.isfinite(largest):
+        first, last = middle[0], middle[-1]
+        slope = (share_of[last] - share_of[first]) / (inverse[last] - inverse[first])
+        offset = share_of[first] - slope * inverse[first]
+        width = -1 / offset if offset else 1.0
+        guesses.append((round(1.0 + width, 3), slope * width))
+    elif middle:
+        guesses.append((4.0, (3 * share_of[middle[0]] + 1) / inverse[middle[0]]))
+    else:
+        guesses.append((4.0, math.ceil(4 / inverse[whole[-1]]) if whole else math.floor(1 / inverse[0])))
+    for high, original in guesses:
+        scaling = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": high}
+        scaling["original_max_position_embeddings"] = round(original) if math.isfinite(original) else 0
+        if high > 1.0 and scaling["original_max_position_embeddings"] >= 1:
+            computed = llama3_factors(theta, len(factors), scaling)
+            if all(math.isclose(left, right, rel_tol=1e-4) for left, right in zip(computed, factors, strict=True)):
+                return {"rope_type": "llama3", **scaling}
+    what = "its RoPE factors (rope_freqs.weight) do not match Llama 3 scaling"
+    raise CheckpointError(what, where=str(file), hint="Use the same model from its Hugging Face folder.")

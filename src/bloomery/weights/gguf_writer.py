@@ -10,8 +10,9 @@ GGUF has for it.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,27 @@ from tokenizers import models
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError
+from bloomery.model.config import LongRopeScaling, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, steps
 from bloomery.weights import architectures
-from bloomery.weights.architectures import gathered
-from bloomery.weights.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Sizes, llama3_factors, reordered
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout
+from bloomery.weights.architectures import Architecture, gathered
+from bloomery.weights.gguf import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    GGUFTensors,
+    Metadata,
+    Sizes,
+    StoredTensor,
+    facts_of,
+    numbers_of,
+    reordered,
+)
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout, llama3_factors
 from bloomery.weights.opened import own_weights
 from bloomery.weights.safetensors import rounded
 
@@ -89,7 +105,7 @@ def write(
     CheckpointError for a model or a tokenizer that llama.cpp does not have, and for numbers that the format does not.
     """
     where = str(file)
-    arch, _ = _layout(model, where)
+    arch, _, kind = _layout(model, where)
     planned = _planned(model, number_format, where, own_weights(model) if weights is None else weights)
     for tensor in planned:
         _check_range(tensor, where)
@@ -99,16 +115,15 @@ def write(
         writer.add_license(words.license)
     writer.add_file_type(FILE_TYPES[number_format])
     writer.add_quantization_version(package.GGML_QUANT_VERSION)
-    facts = architectures.architecture(model.config).describe(model.config)
-    _add_shape(writer, arch, facts, model)
+    _add_shape(writer, arch, kind.describe(model.config), model)
     _add_tokenizer(writer, tokenizer, model.vocab_size, where)
     _add_words(writer, tokenizer, words)
     for tensor in planned:
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype(np.float32), tensor.size_bytes, raw_dtype=tensor.kind
         )
-    with core_io.whole_path(file) as partial:
-        writer.write_header_to_file(partial)
+    with core_io.whole_path(file) as unfinished:
+        writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in planned:
@@ -122,24 +137,59 @@ def write(
 # --- the shape -----------------------------------------------------------------------------------------------------
 
 
-def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
-    config = model.config
-    kind = architectures.family(config)
-    name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
-    arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
-    why = [] if arch_layout else ["its architecture is " + (name or "none of transformers'")]
-    if (
-        arch_layout
-        and arch_layout[0] not in ("gemma3", "phi3")
-        and any(size != "full" for size in config.sliding_window)
-    ):
-        why.append(f"sliding_window={list(config.sliding_window)} would see everything there")
-    if arch_layout and arch_layout[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
-        why.append(f"mlp={config.mlp[0]!r} would be swiglu there")
-    if why or arch_layout is None:
-        hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
-        raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
-    return arch_layout
+def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout, Architecture]:
+    """
+    The first way to write a model as one of llama.cpp, as the architecture of transformers that has its tensors. Raises
+    CheckpointError where llama.cpp would compute another model from what a file can say of this one.
+    """
+    config, why = model.config, list[str]()
+    kinds = [kind.bound(config.num_heads) for kind in architectures.WRITTEN if not kind.obstacles(config)]
+    for kind in kinds:
+        name = "LlamaForCausalLM" if kind.name == "MistralForCausalLM" else kind.name
+        for arch, layout in ((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name):
+            try:
+                ours, read = kind.describe(config), kind.describe(_read_back(model, arch, layout, kind))
+            except (CheckpointError, ValueError) as error:
+                why.append(str(error).partition("\n")[0])
+                continue
+            if _rope_factors(model):  # they are written as they are
+                ours, read = ({**facts, "rope_scaling": None} for facts in (ours, read))
+            others = [key for key in ours if ours[key] != read.get(key)]
+            if not others:
+                return arch, layout, kind
+            why += [f"{key}={ours[key]!r} would be {read.get(key)!r} there" for key in others]
+    why = why or [f"its architecture is {kinds[0].name if kinds else 'none of transformers'}"]
+    hint = f"Use --format hf. GGUF export supports {', '.join(layout.name for layout in LAYOUTS.values())}."
+    raise CheckpointError("llama.cpp has no such model: " + "; ".join(dict.fromkeys(why)), where=where, hint=hint)
+
+
+class _Named(GGUFTensors):
+    """What the reader asks of the tensors of a file, before they are written."""
+
+    def __init__(self, names: Iterable[str], factors: Mapping[str, Tensor]) -> None:
+        self.stored = dict.fromkeys((*names, *factors), _UNREAD)
+        self._factors = factors
+
+    def number_format(self, name: str) -> str:
+        return "float32"
+
+    def factors(self, name: str) -> list[float]:
+        return numbers_of(self._factors[name])
+
+
+_UNREAD = StoredTensor((), Kind.F32, 0, 0)
+
+
+def _read_back(model: Transformer, arch: str, layout: GGUFLayout, kind: Architecture) -> ModelConfig:
+    """The model that the reader makes of what is written of its shape. Raises ValueError where it is none."""
+    writer = package.GGUFWriter(None, arch)
+    _add_shape(writer, arch, kind.describe(model.config), model)
+    meta = Metadata({key: one.value for key, one in writer.kv_data[0].items()}, Path(arch))
+    sizes = replace(_sizes(model), context=meta.integer(f"{arch}.context_length"))
+    theirs = {piece.theirs for piece in kind.pieces(list(own_weights(model)))}
+    names = (name.format(0) for name, full, _ in layout.theirs() if full.format(0) in theirs)
+    facts = facts_of(meta, arch, layout, sizes, _Named(names, _rope_factors(model)))
+    return architectures.of_file(facts).understand(facts)
 
 
 def _sizes(model: Transformer) -> Sizes:
@@ -160,7 +210,7 @@ def _planned(
     model: Transformer, number_format: GGUFFormat, where: str, weights: Mapping[str, Tensor]
 ) -> list[_Planned]:
     """The tensors of a file, in order, none of which is made yet."""
-    _, layout = _layout(model, where)
+    _, layout, kind = _layout(model, where)
     sizes = _sizes(model)
     names = {
         theirs.format(number): pattern.format(number)
@@ -177,13 +227,13 @@ def _planned(
 
         return make
 
-    for piece in architectures.architecture(model.config).pieces(list(shapes)):
+    for piece in kind.pieces(list(shapes)):
         if (name := names.get(piece.theirs)) is None:
             raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Use --format hf.")
         shape = tuple(making(piece, name, shapes)().shape)
         planned.append(_one(name, _kind(name, shape, number_format), shape, making(piece, name, weights)))
-    if (factors := _rope_factors(model)) is not None:
-        planned.append(_one(FACTORS[0], Kind.F32, tuple(factors.shape), lambda: factors))
+    for name, factors in _rope_factors(model).items():
+        planned.append(_one(name, Kind.F32, tuple(factors.shape), partial(factors.clone)))
     return planned
 
 
@@ -213,21 +263,24 @@ def _check_range(tensor: _Planned, where: str) -> None:
             raise CheckpointError(what, where=where, hint="Use --dtype float32.")
 
 
-def _rope_factors(model: Transformer) -> Tensor | None:
-    """The factor of each frequency, where Llama 3's scaling divides them."""
+def _rope_factors(model: Transformer) -> dict[str, Tensor]:
+    """Tensors with the factor of each frequency, where the scaling of Llama 3 or a longrope divides them."""
     scaling = model.config.rope_scaling
+    if isinstance(scaling, LongRopeScaling) and scaling.attention_factor is None:
+        lists = {"long": scaling.long_factor, "short": scaling.short_factor}
+        return {f"rope_factors_{name}.weight": torch.tensor(factors) for name, factors in lists.items()}
     if scaling is None or scaling.kind != "llama3":
-        return None
+        return {}
     said = scaling.model_dump(exclude={"kind"})
     said["original_max_position_embeddings"] = said["original_context_length"]
     count = model.config.head_size // 2
-    return torch.tensor(llama3_factors(model.config.rope_theta, count, said), dtype=torch.float32)
+    return {FACTORS[0]: torch.tensor(llama3_factors(model.config.rope_theta, count, said))}
 
 
 def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], model: Transformer) -> None:
     config = model.config
     writer.add_vocab_size(model.vocab_size)
-    writer.add_context_length(config.context_length)
+    writer.add_context_length(facts.get("max_position_embeddings", config.context_length))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -249,7 +302,11 @@ def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], 
     if arch in ("gemma3", "phi3") and (window := facts.get("sliding_window")):
         writer.add_sliding_window(window)
     scaling = config.rope_scaling
-    if scaling is not None and scaling.kind != "llama3":
+    if isinstance(scaling, LongRopeScaling):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
+        attention = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_length))
+        writer.add_rope_scaling_attn_factors(attention)
+    elif scaling is not None and scaling.kind != "llama3":
         writer.add_rope_scaling_type(package.RopeScalingType(scaling.kind))
         writer.add_rope_scaling_factor(scaling.factor)
         if scaling.kind == "yarn":
@@ -334,6 +391,10 @@ def _merged_to_whole(model: Mapping[str, Any]) -> bool:
 
 def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWords) -> None:
     ids = {role: tokenizer.special_id(text) for role, text in words.roles.items() if text}
+    said = words.generation.get("eos_token_id")
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    if not ids.keys() & {"bos_token", "eos_token"}:  # only config.json names them
+        ids |= {"bos_token": tokenizer.document_id, "eos_token": ends[0] if ends else None}
     for role, add in (
         ("bos_token", writer.add_bos_token_id),
         ("eos_token", writer.add_eos_token_id),
@@ -345,8 +406,7 @@ def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWord
     writer.add_add_bos_token(words.add_bos)
     if words.chat_template:
         writer.add_chat_template(words.chat_template)
-    ends = words.generation.get("eos_token_id")
-    if isinstance(ends, list) and (other := [id for id in ends if id != ids.get("eos_token")]):
+    if other := [id for id in ends if id != ids.get("eos_token")]:
         writer.add_eot_token_id(other[0])
     for key, theirs in SAMPLING.items():
         if (value := words.generation.get(theirs)) is not None:

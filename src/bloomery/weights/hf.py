@@ -22,7 +22,7 @@ Weights go tensor by tensor from their file to where they compute, in the format
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -50,7 +50,7 @@ from bloomery.tokenizer.jinja_template import MAX_TEMPLATE, JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import safetensors
-from bloomery.weights.architectures import TABLES, WeightMapping, gathered
+from bloomery.weights.architectures import TABLES, Architecture, WeightMapping, gathered
 from bloomery.weights.opened import (
     ADAPTER_CONFIG,
     GGUF_SUFFIX,
@@ -88,7 +88,7 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
     The tokenizer of a model folder or of a file, and the special tokens that were added to it, with their ids. Raises
     CheckpointError where it has more ids than the model has rows, DataError where there is none that can be read.
     """
-    if folder.suffix == GGUF_SUFFIX:
+    if is_model(folder):
         tokenizer, added = importers.extended(language(folder).tokenizer, str(folder), special)
     else:
         tokenizer, added = importers.load_with_added(folder, special=special)
@@ -169,6 +169,14 @@ class BaseModel:
     digest: str
     stretched: bool = False
     """Whether its positions were stretched before the adapters were trained."""
+
+    @cached_property
+    def kind(self) -> Architecture:
+        """How its files name its weights; under these names PEFT looks for what adapters change."""
+        folder = self.folder
+        while is_adapter(folder):
+            folder = base_of(folder)
+        return opened_model(folder).kind
 
 
 @dataclass(frozen=True)
@@ -600,7 +608,7 @@ def save_adapters(
 
     make_folder(folder)
     base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
-    peft.save(folder, weights, model, settings, base_path)
+    peft.save(folder, weights, model, settings, base_path, base.kind)
     words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     _, name = write_words(folder, words, model.config.context_length, chats=True)
     own: dict[str, Any] = {"folder": base_path, "digest": base.digest, "kept_as": settings.frozen_dtype}

@@ -8,7 +8,7 @@ and keys only. Other architectures (architectures.py) read and write what they s
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
@@ -64,6 +64,8 @@ class Architecture:
     """Keys of config.json that the reader looks at."""
     bind: Callable[[int], Callable[[Sequence[str]], list[WeightMapping]]] | None = None
     """`pieces` for a number of heads, where tensors depend on it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for keys that a config.json lacks, where it differs from Llama."""
 
     def understand(self, facts: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises ValueError for what ours cannot be, KeyError for what it lacks."""
@@ -76,7 +78,7 @@ class Architecture:
                 )
             if value not in NEUTRAL[name]:
                 raise ValueError(f"{name} = {shown(value)} changes what {self.name} computes and is not supported")
-        return self.reader(facts)
+        return self.reader({**self.defaults, **facts})
 
     def bound(self, num_heads: int) -> "Architecture":
         """The same for a model with this number of heads."""
@@ -169,10 +171,13 @@ WINDOW_FIELDS = frozenset({"use_sliding_window", "sliding_window", "max_window_l
 IGNORED = re.compile(
     r"_name_or_path|architectures|model_type|vocab_size|(bos|eos|pad|unk|sep|decoder_start)_token_id|(torch_)?dtype"
     r"|transformers(_version|\.js_config|_weights)|use_cache|cache_implementation|initializer_range|pretraining_tp"
-    r"|auto_map|\w*(dropout|_pdrop)|_?attn_implementation|_?output_attentions|output_hidden_states|return_dict"
-    r"|use_return_dict|torchscript|gradient_checkpointing|use_bfloat16|task_specific_params|id2label|label2id"
-    r"|num_labels|problem_type|summary_\w+|reorder_and_upcast_attn|unsloth_\w+|_experts_implementation|tokenizer_class"
-    r"|finetuning_task|prefix|license|chunk_size_feed_forward|model_max_length|n_ctx"
+    r"|auto_map|\w*dropout\w*|\w*_pdrop|_?attn_implementation(_autoset)?|_?(use_)?flash_att\w+|_?output_attentions"
+    r"|output_(hidden_states|scores|past)|return_dict\w*|use_return_dict|torchscript|gradient_checkpointing"
+    r"|use_bfloat16|task_specific_params|id2label|label2id|_?num_labels|problem_type|summary_\w+|n_special"
+    r"|predict_special_tokens|reorder_and_upcast_attn|unsloth_\w+|_experts_implementation|tokenizer_class"
+    r"|finetuning_task|prefix|license|chunk_size_feed_forward|model_max_length|n_ctx|_from_model_config"
+    r"|(max|min)_length|max_sequence_length|do_sample|temperature|top_[kp]|typical_p|num_beams|\w+_penalty"
+    r"|no_repeat_ngram_size|neftune_noise_alpha|_commit_hash|base_model_name_or_path"
 )
 """Keys of config.json that leave the logits of a model in evaluation as they are."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -204,6 +209,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache_quantization": (False,),
     "scale_attn_weights": (True,),
     "z_loss_weight": (0, 0.0),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
 }
 """Keys that some models have, and the values with which they change nothing."""
 
@@ -415,6 +422,7 @@ LLAMA = Architecture(
     read_llama,
     mappings,
     LLAMA_FIELDS | {"mlp_bias"},
+    defaults={"max_position_embeddings": 2048},
 )
 MISTRAL = Architecture(
     "MistralForCausalLM",
@@ -429,7 +437,9 @@ MISTRAL = Architecture(
     lambda facts: changed(read_llama(facts), sliding_window=(size_or_full(facts),)),
     mappings,
     LLAMA_FIELDS | {"mlp_bias", "sliding_window"},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
 )
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32_768}
 QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     "qwen2",
@@ -443,6 +453,7 @@ QWEN2 = Architecture(
     lambda facts: _qwen(facts, biases="qkv"),
     mappings,
     LLAMA_FIELDS | WINDOW_FIELDS,
+    defaults=QWEN_DEFAULTS,
 )
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
@@ -457,4 +468,5 @@ QWEN3 = Architecture(
     lambda facts: _qwen(facts, qk_norm=True),
     mappings,
     LLAMA_FIELDS | WINDOW_FIELDS,
+    defaults=QWEN_DEFAULTS | {"head_dim": 128},
 )

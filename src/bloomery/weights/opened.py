@@ -158,7 +158,7 @@ def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, Mo
         return kind, config, rows
     except KeyError as error:
         what, hint = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
         what = f"describes a model that is not supported: {why}"
         hint = "Use a model of another kind: docs/understand/model-folders.md lists them."

@@ -12,6 +12,7 @@ was trained on such a base says so in bloomery.json. It is merged into the weigh
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -28,7 +29,7 @@ from bloomery.model import lora, quantize
 from bloomery.model.config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.weights import architectures
-from bloomery.weights.architectures import WeightMapping, joined, parted
+from bloomery.weights.architectures import Architecture, WeightMapping, joined, parted
 from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from bloomery.weights.safetensors import check_header, finite, save_tensors
 
@@ -69,9 +70,14 @@ class Adapter:
     """Lengths of the rows, by the same name; of DoRA, for every matrix."""
 
 
-def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settings: Lora, base: str) -> None:
-    """Write the adapters of a model, whose weights by name these are: its own, or copies. `base` says where it lies."""
-    pieces = _pieces(model)
+def save(
+    folder: Path, weights: Mapping[str, Tensor], model: Transformer, settings: Lora, base: str, kind: Architecture
+) -> None:
+    """
+    Write the adapters of a model, whose weights by name these are: its own, or copies. `base` says where it lies,
+    `kind` how its files name its weights.
+    """
+    pieces = _pieces(model, kind)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for piece, a, b in _joined(pieces, weights, model):
@@ -184,7 +190,7 @@ def changes(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, tup
 
 def _adapted_pieces(model: Transformer, adapter: Adapter, folder: Path) -> dict[str, WeightMapping]:
     """Transformers' matrices by name. Raises CheckpointError where the adapters belong to another model."""
-    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
+    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _named_pieces(model, adapter)}
     if strange := sorted(adapter.pairs.keys() - pieces.keys()):
         what = f"adapts {strange[0]}, which the model does not have"
         raise CheckpointError(what, where=str(folder), hint=_AGAIN)
@@ -199,7 +205,8 @@ def _adapted_pieces(model: Transformer, adapter: Adapter, folder: Path) -> dict[
 def fill(model: Transformer, folder: Path) -> None:
     """Read adapters that `save` left into those of a model, bit for bit. Raises CheckpointError for others."""
     own, saved = lora.weights(model), read(folder)
-    expected = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(_pieces(model), own, model)}
+    pieces = _named_pieces(model, saved)
+    expected = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(pieces, own, model)}
     if expected.keys() != saved.pairs.keys():
         odd = sorted(expected.keys() ^ saved.pairs.keys())[0]
         raise CheckpointError(f"the adapters differ at {odd}", where=str(folder), hint=_AGAIN)
@@ -226,17 +233,27 @@ def fill(model: Transformer, folder: Path) -> None:
                 row += rows
 
 
-def _pieces(model: Transformer) -> list[WeightMapping]:
-    """Transformers' matrices of the blocks, and which of ours each of them is."""
+def _pieces(model: Transformer, kind: Architecture) -> list[WeightMapping]:
+    """An architecture's matrices of the blocks, and which of ours each of them is."""
     linears = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | quantize.QuantizedLinear)]
     paths = {name.removesuffix(".base") for name in linears}
-    names = [f"{path}.weight" for path in sorted(paths) if path.startswith("blocks.")]
-    return architectures.architecture(model.config).pieces(names)
+    return kind.pieces([f"{path}.weight" for path in sorted(paths) if path.startswith("blocks.")])
 
 
-def unadapted_parts(weights: Mapping[str, Tensor], model: Transformer) -> Iterator[str]:
-    """Paths of matrices without an adapter that transformers has in one tensor with one that has an adapter."""
-    for piece in _pieces(model):
+def _named_pieces(model: Transformer, adapter: Adapter) -> list[WeightMapping]:
+    """As `_pieces`, of the first architecture that has what is adapted: many a Phi-3 is a Llama by its shape."""
+    first = architectures.architecture(model.config)
+    for kind in (first, *(one.bound(model.config.num_heads) for one in architectures.WRITTEN)):
+        with suppress(ValueError):
+            pieces = _pieces(model, kind)
+            if adapter.pairs.keys() <= {piece.theirs.removesuffix(".weight") for piece in pieces}:
+                return pieces
+    return _pieces(model, first)
+
+
+def unadapted_parts(weights: Mapping[str, Tensor], model: Transformer, kind: Architecture) -> Iterator[str]:
+    """Paths of matrices without an adapter that an architecture has in one tensor with one that has an adapter."""
+    for piece in _pieces(model, kind):
         paths = [name.removesuffix(".weight") for name in piece.ours]
         bare = [path for path in paths if f"{path}.lora_a" not in weights]
         yield from bare if len(bare) < len(paths) else []

@@ -198,6 +198,7 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is not a JSON list (Expecting value"),
     ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is text, but its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
+    ("pairs", {"prompt": "What is this?", "completion": "A cat.", "images": ["a.png"]}, "not_text", "field 'images'"),
     ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "excludes it from training"),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
     ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown_role", "has the role 'narrator'"),

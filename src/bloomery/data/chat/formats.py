@@ -285,6 +285,8 @@ PAIRS = (
 )
 """Names of the field with a question, and of that with its answer."""
 BESIDE = ("system", "system_prompt", "tools", "history")
+NOT_TEXT = ("image", "images", "audios", "videos")
+"""Fields of what is seen or heard next to a conversation."""
 
 
 @dataclass(frozen=True)
@@ -557,6 +559,8 @@ def earlier(row: ChatRow) -> Messages | ReadError:
 
 def _opened(row: ChatRow, fields: Fields, spoken: Messages) -> Messages | ReadError:
     """The messages, with the instructions and tools from other fields of the row in the system message."""
+    if seen := next((name for name in NOT_TEXT if row.get(name)), None):
+        return ReadError("not_text", 0, f"its field {seen!r} holds more than text; training uses only text")
     parts = []
     for name in [fields.system] if fields.system else BESIDE[:3]:
         value = row.get(name)
