@@ -224,12 +224,12 @@ class ModelRegistry:
             return model
 
     def _load(self, name: str, path: Path) -> TextAnswerer:
-        """Load a model. Where it has no room, idle ones leave memory first: the one that was asked longest ago first."""
+        """Load a model. Where it has no room, idle ones leave memory, the one that was asked longest ago first."""
         while True:
             try:
                 return answerer(name, path, self.settings, self._bases)
             except NoRoomError:
-                others = sorted(list(self._loaded), key=lambda other: self._asked[other])
+                others = sorted(self._loaded, key=lambda other: self._asked[other])
                 if not any(map(self._makes_room, others)):
                     raise
 
