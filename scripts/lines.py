@@ -21,8 +21,8 @@ BUDGET = {
     "train": 10_230,
     "generate": 1_985,
     "evaluation": 4_760,
-    "serve": 3_670,
-    "stages": 6_200,
+    "serve": 3_760,
+    "stages": 6_210,
 }
 
 

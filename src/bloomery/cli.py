@@ -288,7 +288,7 @@ def _model_verbs(verbs: Any) -> None:
     kept.add_argument("--kv-dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto", help=formats)
     guessed = "tokens to draft at once; speeds up answers that repeat their prompt (default: 0)"
     kept.add_argument("--draft-tokens", type=_whole(0, 32), default=0, help=guessed)
-    idle = "unload a model after so many seconds without a request (default: 0, never)"
+    idle = "unload a model after so many seconds without a request (default: 0: only to make room for another model)"
     kept.add_argument("--unload-after", type=_whole(0, 10**6), default=0, metavar="SECONDS", help=idle)
     address = _group(verb, "network", "serve --host 0.0.0.0 --port 8080 --token SECRET")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

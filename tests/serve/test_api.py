@@ -401,6 +401,11 @@ def test_messages_with_calls_and_results_render_through_the_template(site: Site)
         {"type": "function_call", "call_id": "c1", "name": "find", "arguments": '{"thing": "lamp"}'},
         {"type": "function_call_output", "call_id": "c1", "output": "room 2 <|im_end|>"},
     ]
+    call["function"]["arguments"] = ""  # as some clients write none
+    assert '"arguments": {}}' in site.post("/apply-template", model="tools", messages=messages).json()["prompt"]
+    refused = site.post("/v1/chat/completions", model="tools", messages=messages[:-1], tools=TOOLS)
+    assert "the last one is from the assistant" in refused.json()["error"]["message"]  # its calls have no result
+    call["function"]["arguments"] = '{"thing": "lamp"}'
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     body: Any = {"model": "tools", "input": items, "tools": flat}
     tokens = site.post("/tokenize", model="tools", messages=messages, tools=TOOLS).json()["tokens"]
@@ -602,6 +607,7 @@ def test_embeddings_are_the_mean_of_the_last_hidden_states(site: Site) -> None:
     assert struct.unpack(f"<{len(raw) // 4}f", raw) == pytest.approx(floats["data"][1]["embedding"], abs=1e-6)
     assert floats["usage"]["prompt_tokens"] == sum(len(site.loaded.language.text_ids(text)) for text in texts)
     assert site.post("/v1/embeddings", input="x", dimensions=8).json()["error"]["param"] == "dimensions"
+    assert site.post("/v1/embeddings", input=[[1] * (CONTEXT + 1)]).json()["error"]["param"] == "input"
 
 
 def test_tokens_go_to_text_and_back(site: Site) -> None:
@@ -654,6 +660,8 @@ def test_a_response_is_the_answer_of_a_chat(site: Site) -> None:
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning"),
+        ({"input": []}, "input"),
+        ({"input": "x " * CONTEXT}, "input"),
     ],
 )
 def test_a_wrong_response_is_an_error_that_names_the_field(site: Site, body: dict[str, Any], param: str) -> None:

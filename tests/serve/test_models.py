@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bloomery.core import io as core_io
@@ -24,8 +25,9 @@ from bloomery.model.config import Lora, ModelConfig
 from bloomery.model.quantize import kept_bytes
 from bloomery.model.transformer import on_meta
 from bloomery.serve import models
-from bloomery.serve.chat_model import Answerer, AnswerStreams, Asked, Models, TextAnswerer
+from bloomery.serve.chat_model import Answerer, AnswerStreams, Asked, Models, NoRoomError, TextAnswerer
 from bloomery.serve.models import WEIGHT_BYTES, LoadSettings, ModelRegistry, answerer_of, weight_bytes
+from bloomery.serve.server import serving
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.plan.memory import kv_bytes
 from bloomery.weights import hf
@@ -221,6 +223,34 @@ def test_a_model_that_does_not_fit_with_keys_and_values_is_refused(
     assert shelf.get("b") is shelf.get("b")
 
 
+def test_idle_models_leave_memory_for_one_that_has_no_room_and_those_in_use_stay(
+    shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "free_device_bytes", lambda device: (2 - len(shelf._loaded)) * 10**8)
+    monkeypatch.setattr(models, "work_bytes", lambda config: 10**8 // PROMPT_TOKENS - 10**5)
+    for name in ("a/pretrain", "b", "a/pretrain", "b/pretrain"):
+        shelf.get(name)
+    assert set(shelf._loaded) == {"a/pretrain", "b/pretrain"}  # b was asked longest ago
+    held = shelf.get("a/pretrain")
+    monkeypatch.setattr(TextAnswerer, "is_busy", property(lambda self: self.name == "b/pretrain"))
+    for _ in range(2):
+        with pytest.raises(NoRoomError, match=r"its weights take .*; 0 bytes of memory are free"):
+            shelf.get("b")
+        assert set(shelf._loaded) == {"a/pretrain", "b/pretrain"}
+    with shelf._locks["b/pretrain"]:  # another thread asks for it
+        monkeypatch.undo()
+        assert not shelf._makes_room("b/pretrain")
+    assert shelf.get("a/pretrain") is held
+
+
+def test_a_model_that_no_idle_one_can_make_room_for_is_refused_with_status_503(shelf: ModelRegistry) -> None:
+    with pytest.MonkeyPatch.context() as patch, serving(shelf) as url:
+        patch.setattr(models, "free_device_bytes", lambda device: 1000)
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "b", "messages": ASK}, timeout=60)
+    assert answer.status_code == 503
+    assert "1.0 kB of memory are free" in answer.json()["error"]["message"]
+
+
 def test_a_format_of_keys_that_a_model_cannot_have_is_refused_before_its_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +264,7 @@ def test_a_format_of_keys_that_a_model_cannot_have_is_refused_before_its_weights
         lent.get("differential")
     room = 3 * weight_bytes(on_meta(*hf.config_of(named["large"])), "float32")
     monkeypatch.setattr(models, "free_device_bytes", lambda device: room - 1)
-    with pytest.raises(ConfigError, match="keys and values in int8 need weights that are packed"):
+    with pytest.raises(NoRoomError, match=r"three times as much to be packed; .* of memory are free"):
         lent.get("large")
 
 

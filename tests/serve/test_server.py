@@ -386,6 +386,25 @@ def test_a_closing_server_cuts_answers_short_and_says_so() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_lets_answers_end_and_a_second_one_cuts_them_short(again: bool) -> None:
+    server = Server(FakeModels(FakeAnswerer("bloom", 0.01)), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.listen)
+    thread.start()
+    asked = {"model": "bloom", "messages": LONG, "max_tokens": 100_000 if again else 100, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for _ in range(1 + again):
+            server.handle_exit(signal.SIGTERM, None)
+        rest = list(filter(None, lines))
+    assert rest[-1] == "data: [DONE]" if not again else "the answer was stopped" in rest[-1]
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_ends_the_server_without_an_error() -> None:
@@ -458,6 +477,13 @@ def test_the_page_is_served_with_a_policy_and_loads_nothing_from_elsewhere(site:
     for file in STATIC.iterdir():
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|innerHTML|@import", text), file.name
+
+
+def test_what_can_be_read_has_headers_too(site: Site) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/bloom"):
+        whole, headers = httpx.get(site.url + path), httpx.head(site.url + path)
+        assert (headers.status_code, headers.text) == (200, "")
+        assert headers.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_an_unknown_path_is_an_error_in_openais_shape(site: Site) -> None:

@@ -27,6 +27,7 @@ def url() -> Iterator[str]:
         ({"temperature": 3}, "temperature", "temperature: input should be less than or equal to 2, got 3"),
         ({"stop": 3}, "stop", "stop: input should be a valid string, got 3"),
         ({"seed": "x" * 200}, "seed", f'got "{"x" * 79}…'),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
         ({"seed": "\ud800"}, "seed", 'got "\\ud800"'),
         ({"messages": "hello"}, "messages", 'messages: input should be a valid list, got "hello"'),
         (b'{"model": bloom}', None, 'not JSON: Expecting value at character 10, where it reads "bloom}"\nSend a JSON'),
@@ -129,6 +130,14 @@ def test_what_is_no_number_of_json_is_refused(number: str) -> None:
     body = f'{{"model": "m", "messages": [], "metadata": {{"a": {number}}}}}'
     with pytest.raises(DataError, match=f"{number} is not a JSON number"):
         openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
+
+
+@pytest.mark.parametrize("field", ["metadata", "tools", "logit_bias"])
+def test_a_number_above_all_floats_is_refused(field: str) -> None:
+    body = f'{{"model": "m", "messages": [], "{field}": {{"1": 1e999}}}}'
+    with pytest.raises(DataError, match="too large") as caught:
+        openai_api.parsed(openai_api.ChatRequest, body.encode(), "application/json")
+    assert caught.value.where == field
 
 
 def test_half_a_character_in_a_call_of_a_tool_is_refused() -> None:

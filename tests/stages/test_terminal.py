@@ -1,8 +1,10 @@
 """The sentence of a stage says the number that matters, for every run that its recipe allows."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -263,3 +265,11 @@ def test_ctrl_c_at_the_prompt_neither_ends_the_chat_nor_loses_a_block(
     assert (first, second) == (["a"], ["a", "first said", "d"])
     assert third == [*second, "first said", "b\nc"]
     assert capsys.readouterr().err.count("Ctrl-D or /exit ends") == 1
+
+
+def test_a_line_that_ctrl_c_discards_goes_into_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    history: list[str] = []
+    lines = SimpleNamespace(get_line_buffer=lambda: "half typed", add_history=history.append)
+    monkeypatch.setitem(sys.modules, "readline", lines)
+    Talk(monkeypatch, "a", "^C", "b")
+    assert history == ["half typed"]

@@ -286,7 +286,7 @@ class Engine:
         """
         if not 0 < len(ids) <= self.context:
             what = f"the text has {len(ids)} tokens, and the model takes 1 to {self.context}"
-            raise DataError(what, hint="Shorten the text." if ids else "Pass at least one token.")
+            raise DataError(what, where="input", hint="Shorten the text." if ids else "Pass at least one token.")
         hidden = self.model(torch.tensor([list(ids)], device=self.model.embed.weight.device))
         mean: Tensor = hidden[0].float().mean(dim=0).cpu()
         check_finite(mean.sum())

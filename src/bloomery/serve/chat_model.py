@@ -47,6 +47,10 @@ class StoppedError(RunError):
         super().__init__("the answer was stopped", hint="The server is closing. Start it, and repeat the request.")
 
 
+class NoRoomError(RunError):
+    """A model that does not fit into the free memory, next to those that are in use."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a model is asked for: the answer to `messages`, or the continuation of each of `prompts`."""
@@ -178,7 +182,10 @@ class Models(Protocol):
     def names(self) -> Sequence[ModelInfo]: ...
 
     def get(self, name: str) -> Answerer:
-        """Load a model, or hand out the one that is loaded. Raises RunError for an unknown name."""
+        """
+        Load a model, or hand out the one that is loaded. Raises RunError for an unknown name, and NoRoomError where it
+        does not fit into memory.
+        """
         ...
 
     @property
@@ -677,7 +684,8 @@ def check_conversation(messages: Sequence[Message]) -> None:
     Raise DataError unless the last message is one to be answered, or the beginning of an answer to one. The renderer
     checks each message.
     """
-    asked = messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
+    begins = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    asked = messages[:-1] if begins else messages
     if not asked or asked[-1]["role"] not in ANSWERED_ROLES:
         what = f"the last one is from the {asked[-1]['role']}" if asked else "there are none"
         hint = "A conversation ends with a message of the user or a tool, or the beginning of an answer to it."

@@ -193,6 +193,8 @@ class RequestGuard:
     async def _read(self, request: Request, body: bytearray, limit: int) -> Response | None:
         """Fill `body`, or refuse it at the first byte that is too many."""
         declared = request.headers.get("content-length", "0")
+        if {"content-length", "transfer-encoding"} <= set(request.headers):  # proxies may read the other one
+            return _error(400, "the body has a Content-Length and a Transfer-Encoding; send one of them.")
         if int(declared[:20]) > limit:
             return _too_large(limit)
         while True:

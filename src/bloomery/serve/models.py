@@ -1,7 +1,8 @@
 """
 The models that a server answers with: those of all run folders, and those that were named.
 
-Each is loaded when it is first requested, if there is memory for it, and may be unloaded once nobody asks it.
+Each is loaded when it is first requested. Idle models leave memory where another one has no room, and may leave it
+once nobody asks them.
 """
 
 import gc
@@ -22,7 +23,7 @@ from bloomery.generate.engine import PROMPT_TOKENS, Engine, unpacked
 from bloomery.generate.scheduler import CACHE_SHARE, Scheduler, free_device_bytes
 from bloomery.hw import device
 from bloomery.model.transformer import Transformer, on_meta
-from bloomery.serve.chat_model import ModelInfo, ModelWords, TextAnswerer
+from bloomery.serve.chat_model import ModelInfo, ModelWords, NoRoomError, TextAnswerer
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import Loaded, LoadFormat, SeparateAdapter
 from bloomery.weights.opened import is_adapter
@@ -85,8 +86,8 @@ Bases = MutableMapping[tuple[Path, float], SharedBase]
 def answerer(name: str, path: Path, settings: LoadSettings, bases: Bases) -> TextAnswerer:
     """
     Load a model to this machine's device, with the tokenizer and template it was trained with. On the CPU, adapters
-    share the weights of their base with it and with each other, where these are packed. Raises RunError where the model
-    is larger than the free memory, and ConfigError for a `kv_dtype` that it cannot have.
+    share the weights of their base with it and with each other, where these are packed. Raises NoRoomError where the
+    model does not fit into the free memory, and ConfigError for a `kv_dtype` that it cannot have.
     """
     target = device.find().torch_device
     if target.type == "cpu" and is_adapter(path) and (adapter := hf.separate_adapter(path, settings.dtype)):
@@ -112,8 +113,8 @@ def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
 
 def check_settings(path: Path, target: torch.device, settings: LoadSettings) -> None:
     """
-    Raises RunError for a model that does not fit into the free memory, and ConfigError where its keys and values cannot
-    be in the format of the settings. What cannot be read is left to loading, which says more of it.
+    Raises NoRoomError for a model that does not fit into the free memory, and ConfigError where its keys and values
+    cannot be in the format of the settings. What cannot be read is left to loading, which says more of it.
     """
     try:
         model = on_meta(*hf.config_of(path))
@@ -121,9 +122,13 @@ def check_settings(path: Path, target: torch.device, settings: LoadSettings) -> 
         return
     weights, free = weight_bytes(model, settings.dtype), free_device_bytes(target)
     cache = cache_dtype(settings)
-    packs = target.type == "cpu" and Decoder.packs(model) and 3 * weights <= free
-    if cache is not None and not packs:
+    if cache is not None and not (target.type == "cpu" and Decoder.packs(model)):
         raise unpacked(cache)
+    if cache is not None and 3 * weights > free:
+        what = (
+            f"its weights take {size(weights)}, and three times as much to be packed; {size(free)} of memory are free"
+        )
+        raise NoRoomError(what, where=str(path), hint="Serve with --dtype int8 or int4, or without --kv-dtype.")
     short = torch.float32 if settings.dtype == "float32" else torch.bfloat16
     pages = Pages.needed(min(model.config.context_length, FEWEST_TOKENS))
     keys = pages * PagePool.page_bytes(model.config, cache or short)
@@ -133,7 +138,7 @@ def check_settings(path: Path, target: torch.device, settings: LoadSettings) -> 
             f"its weights take {size(weights)}, keys and values {size(keys)}, for which {CACHE_SHARE} times as much has"
             f" to be left, and intermediate results {size(work)}; {size(free)} of memory are free"
         )
-        raise RunError(what, where=str(path), hint="Serve with --dtype int8 or int4, or with --unload-after 600.")
+        raise NoRoomError(what, where=str(path), hint="Serve with --dtype int8 or int4.")
 
 
 def weight_bytes(model: Transformer, dtype: LoadFormat) -> int:
@@ -154,7 +159,7 @@ def cache_dtype(settings: LoadSettings) -> torch.dtype | None:
 class ModelRegistry:
     """
     Finds the models below a folder of runs, and those that were named. New ones appear as runs finish. Loaded ones stay
-    in memory, or leave it after the seconds without a request that the settings give.
+    in memory until another one needs the room, or for the seconds without a request that the settings give.
 
     A model that has been trained again since it was loaded is loaded again.
     """
@@ -169,7 +174,7 @@ class ModelRegistry:
         self._asked: dict[str, float] = {}
         """When each loaded model was last asked or computed."""
         self._facts: dict[tuple[Path, float], tuple[int, dict[str, Any]]] = {}
-        self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), 0
+        self._lock, self._locks, self._loading = threading.Lock(), dict[str, threading.Lock](), set[str]()
         self._load_lock, self._watched = threading.Lock(), set[str]()
         for folder in locate.unnamable(runs):
             info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
@@ -202,21 +207,41 @@ class ModelRegistry:
             self._asked[name] = time.monotonic()
             loaded_mtime, model = self._loaded.get(name, (0.0, None))
             if model is None or loaded_mtime != mtime:
-                self._loading += 1
+                self._loading.add(name)
                 try:
                     with self._load_lock:  # the memory that one takes is not counted for another
                         self._loaded.pop(name, None)
                         if model is not None:  # an earlier version gives its memory back
                             model = None
                             _free()
-                        model = answerer(name, path, self.settings, self._bases)
+                        model = self._load(name, path)
                 finally:
-                    self._loading -= 1
+                    self._loading.discard(name)
                 self._loaded[name] = mtime, model
                 if self.settings.unload_after and name not in self._watched:
                     self._watched.add(name)
                     self._watch(name)
             return model
+
+    def _load(self, name: str, path: Path) -> TextAnswerer:
+        """Load a model. Where it has no room, idle ones leave memory, the one that was asked longest ago first."""
+        while True:
+            try:
+                return answerer(name, path, self.settings, self._bases)
+            except NoRoomError:
+                others = sorted(self._loaded, key=lambda other: self._asked[other])
+                if not any(map(self._makes_room, others)):
+                    raise
+
+    def _makes_room(self, name: str) -> bool:
+        """Unload a model, unless it is being asked or computes."""
+        own = self._locks[name]
+        if not own.acquire(blocking=False):
+            return False
+        try:
+            return name in self._loaded and self._unload(name, "to make room for another model")
+        finally:
+            own.release()
 
     def _watch(self, name: str) -> None:
         """Look later whether a model is idle."""
@@ -226,28 +251,34 @@ class ModelRegistry:
 
     def _unload_idle(self, name: str) -> None:
         with self._locks[name]:
-            if name not in self._loaded:  # a newer version could not be loaded
-                return self._watched.discard(name)
-            mtime, model = self._loaded[name]
-            now = time.monotonic()
-            if model.is_busy:
-                self._asked[name] = now
-            if now - self._asked[name] < self.settings.unload_after:
-                return self._watch(name)
-            del self._loaded[name]
-            there = weakref.ref(model)
-            del model
-            gc.collect()
-            if (held := there()) is not None:  # a thread works with it, so its memory would not be free
-                self._loaded[name], self._asked[name] = (mtime, held), now
-                return self._watch(name)
+            if name in self._loaded:  # it has not made room, and a newer version could be loaded
+                now = time.monotonic()
+                if self._loaded[name][1].is_busy:
+                    self._asked[name] = now
+                is_late = now - self._asked[name] >= self.settings.unload_after
+                if not is_late or not self._unload(name, f"after {self.settings.unload_after} s without a request"):
+                    return self._watch(name)
             self._watched.discard(name)
+
+    def _unload(self, name: str, why: str) -> bool:
+        """Whether a model has left memory: nobody asks it, which its lock ensures, and no thread works with it."""
+        mtime, model = self._loaded[name]
+        if model.is_busy:
+            return False
+        del self._loaded[name]
+        there = weakref.ref(model)
+        del model
+        gc.collect()
+        if (held := there()) is not None:  # its memory would not be free
+            self._loaded[name] = mtime, held
+            return False
         _free()
-        info(f"{name}: unloaded after {self.settings.unload_after} s without a request")
+        info(f"{name}: unloaded {why}")
+        return True
 
     @property
     def is_loading(self) -> bool:
-        return self._loading > 0 and not self._loaded
+        return bool(self._loading) and not self._loaded
 
     def _info(self, name: str, path: Path) -> ModelInfo:
         mtime = _made(path)

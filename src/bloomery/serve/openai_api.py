@@ -9,6 +9,7 @@ is.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -158,7 +159,7 @@ def _calls(value: object, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"is not a function call: {_shown(call)}", where=f"{where}.{number}")
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments") or {}  # some clients write "" for none
         arguments = _json_text(arguments, f"{where}.{number}.function.arguments")
         _check_characters(call, f"{where}.{number}")
         if not isinstance(arguments, dict):
@@ -206,6 +207,8 @@ class WireRequest(BaseModel):
                 raise DataError(what, where=name[:SHOWN], hint="Remove it.")
             known = sorted(set(type(self).model_fields) - {"model", "messages", "stream", "stream_options"})
             raise DataError("unknown field", where=name[:SHOWN], hint=f"Fields are {', '.join(known)}.")
+        if getattr(self, "stream_options", None) is not None and not getattr(self, "stream", None):
+            raise DataError("needs stream: true", where="stream_options", hint="Set stream, or leave this out.")
 
 
 class SamplingRequest(WireRequest):
@@ -306,12 +309,14 @@ def _json_text(value: Any, where: str) -> Any:
 
 
 def _check_characters(value: object, where: str) -> None:
-    """Raise DataError where a string of some JSON data holds half a character, which no UTF-8 has."""
+    """Raise DataError where JSON data holds half a character, which no UTF-8 has, or a number above all floats."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         what = "holds half a character (a lone surrogate)"
         raise DataError(what, where=where, hint="Remove that character.") from None
+    except ValueError:
+        raise DataError("holds a number that is too large", where=where, hint="Numbers end at 1.8e308.") from None
 
 
 def _no_number(text: str) -> float:
@@ -440,7 +445,7 @@ class ResponsesRequest(WireRequest):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "metadata": {},
+            "metadata": (self.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "temperature": self.temperature,
             "text": self.text or {"format": {"type": "text"}},
@@ -471,12 +476,19 @@ class ResponsesRequest(WireRequest):
             "response_format": (self.text or {}).get("format"),
             "truncation": "oldest" if self.truncation == "auto" else "disabled",
         }
-        try:
+        with response_names():
             return validated(ChatRequest, values).asked()
-        except DataError as error:
-            renamed = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-            first, dot, rest = error.where.partition(".")
-            raise DataError(error.what, where=renamed.get(first, first) + dot + rest, hint=error.hint) from None
+
+
+@contextmanager
+def response_names() -> Iterator[None]:
+    """Errors of a ChatRequest in the names of /v1/responses."""
+    try:
+        yield
+    except DataError as error:
+        renamed = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+        first, dot, rest = error.where.partition(".")
+        raise DataError(error.what, where=renamed.get(first, first) + dot + rest, hint=error.hint) from None
 
 
 def _as_messages(value: object) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.serve.chat_model import Answerer, Asked, Models, RunningAnswer, StoppedError, TextChunk
+from bloomery.serve.chat_model import Answerer, Asked, Models, NoRoomError, RunningAnswer, StoppedError, TextChunk
 
 MAX_REQUESTS = 64
 """That are answered or wait, of all models."""
@@ -129,7 +129,8 @@ def loaded(models: Models, name: str) -> Answerer:
         return models.get(name)
     except BloomeryError as error:
         what = f"the model {name!r} cannot be loaded: {error.what}"
-        raise RunError(what, where=error.where, hint=error.hint) from error
+        kind = NoRoomError if isinstance(error, NoRoomError) else RunError
+        raise kind(what, where=error.where, hint=error.hint) from error
 
 
 class RequestQueue:
@@ -137,7 +138,8 @@ class RequestQueue:
 
     def __init__(self, models: Models) -> None:
         self._models, self.metrics = models, ServerMetrics()
-        self._closing = False
+        self.is_closing = False
+        """Whether answers are cut short."""
         self._threads: dict[tuple[str, str], ThreadPoolExecutor] = {}
         self._jobs: set[GenerationRequest] = set()
         self._works = 0
@@ -159,7 +161,7 @@ class RequestQueue:
         job = GenerationRequest(name, asked.sequences, self._end)
         job.start(self._thread(name, "model"), self._models, asked)
         self._jobs.add(job)
-        if self._closing:
+        if self.is_closing:
             job.stop()
         return job
 
@@ -208,9 +210,14 @@ class RequestQueue:
         """Seconds in which half of those who wait now are answered. Clients of OpenAI wait 60 at most."""
         return min(60, math.ceil(self._mean_seconds * max(1, len(self._jobs)) / 2))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers wait or are made."""
+        return bool(self._jobs)
+
     def close(self) -> None:
         """End all answers at their next token. May be called from any thread."""
-        self._closing = True
+        self.is_closing = True
         for job in list(self._jobs):
             job._stopped.set()
             if job.answer is not None:

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -45,13 +46,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, shorten
 from bloomery.core.log import info
 from bloomery.serve import openai_api, replies
-from bloomery.serve.chat_model import Answerer, Asked, ModelInfo, Models, StoppedError, TextAnswerer, TextChunk
+from bloomery.serve.chat_model import (
+    Answerer,
+    Asked,
+    ModelInfo,
+    Models,
+    NoRoomError,
+    StoppedError,
+    TextAnswerer,
+    TextChunk,
+)
 from bloomery.serve.guard import Connection, RequestGuard, checked_token, proposal
 from bloomery.serve.queue import BusyError, GenerationRequest, RequestQueue
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-SECONDS_TO_CLOSE = 5
+SECONDS_TO_END, SECONDS_TO_CLOSE = 20, 5
+"""After a signal: for the answers that are being made, and then to tell the clients of those cut short."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -141,6 +152,9 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
         model_info = next((known for known in infos if known.id == name), None)
         return JSONResponse(replies.model_entry(model_info)) if model_info else _no_such_model(name, infos)
 
+    for getter in api.routes:
+        if isinstance(getter, APIRoute):
+            getter.methods.add("HEAD")
     routes = _Routes(models, desk)
     for path, route in routes.by_path().items():
         api.add_api_route(path, route, methods=["POST"], response_model=None)
@@ -223,7 +237,8 @@ class _Routes:
     async def respond(self, request: Request) -> Response:
         body, asked = await self.read(request, openai_api.ResponsesRequest, lambda body: body.asked())
         reply = replies.ResponsesReply(body.model, settings=body.settings())
-        return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
+        with openai_api.response_names():
+            return await self.answer(request, asked, reply, body.model, stream=bool(body.stream))
 
     async def embed(self, request: Request) -> Response:
         body, inputs = await self.read(request, openai_api.EmbeddingRequest, lambda body: body.inputs())
@@ -254,7 +269,8 @@ class _Routes:
         def work(model: TextAnswerer) -> dict[str, Any]:
             return {"object": "response.input_tokens", "input_tokens": len(model.written_ids(asked))}
 
-        return await self.use(body.model, work, request)
+        with openai_api.response_names():
+            return await self.use(body.model, work, request)
 
     async def detokenize(self, request: Request) -> Response:
         body, ids = await self.read(request, openai_api.DetokenizeRequest, lambda body: body.ids())
@@ -377,7 +393,7 @@ def _without_folders(text: str) -> str:
 async def _failed(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, BusyError):
         return JSONResponse(_error_body(error), 429, {"retry-after": str(error.retry_after)})
-    status = 400 if isinstance(error, DataError) else 503 if isinstance(error, StoppedError) else 500
+    status = 400 if isinstance(error, DataError) else 503 if isinstance(error, NoRoomError | StoppedError) else 500
     # Clients of OpenAI ask again after a 5xx, and look at this header first: the same again would fail the same.
     return JSONResponse(_error_body(error), status, {"x-should-retry": "false"})
 
@@ -410,12 +426,15 @@ class Server(uvicorn.Server):
                 log_level="error",  # a warning for each broken request would let strangers fill a log
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+                timeout_graceful_shutdown=SECONDS_TO_END + SECONDS_TO_CLOSE,
             )
         )
 
     def listen(self) -> None:
-        """Answer until Ctrl-C, or until another thread calls `close`."""
+        """
+        Answer until Ctrl-C or SIGTERM, or until another thread calls `close`. After a signal, answers that are being
+        made have SECONDS_TO_END to end; a second signal cuts them short.
+        """
         with suppress(KeyboardInterrupt):
             self.run(sockets=[self._socket])
 
@@ -425,8 +444,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._desk.close()
+        if self.should_exit and not self._desk.is_closing:
+            return self._desk.close()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._desk.is_busy and not self._desk.is_closing:
+            info(f"Answers that are being made have {SECONDS_TO_END} s to end. Ctrl-C again stops them.", "dim")
+        asyncio.get_running_loop().call_later(SECONDS_TO_END, self._desk.close)
+        await super().shutdown(sockets)
 
 
 def serve(models: Models, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:

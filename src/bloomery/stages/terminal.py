@@ -467,7 +467,7 @@ CHAT_HELP = """\
 /save FILE         append the conversation to a file, as a line of training data
 /exit              end the chat; so does Ctrl-D
 A line that ends with \\ continues on the next line. Lines between two lines of \"\"\" are one message.
-To send a message that begins with /, type //. Ctrl-C stops an answer, or discards the line."""
+To send a message that begins with /, type //. Ctrl-C stops an answer, or takes the line into the history."""
 BLOCK = '"""'
 
 
@@ -569,6 +569,7 @@ class TerminalChat:
                 print(CHAT_HELP)
             case "system":
                 self._system = value
+                log.info("(the system message is set)" if value else "(no system message)", "dim")
             case "reset":
                 self._before = self.messages or self._before
                 self._begin([], "new conversation")
@@ -586,6 +587,7 @@ class TerminalChat:
                 log.info(f"({value} answers from here on)", "dim")
             case "temperature":
                 self.sampling = replace(self.sampling, **temperature(value))
+                log.info(f"(temperature {self.sampling.temperature:g})", "dim")
             case "save" if value:
                 self._save(Path(value))
             case "model" | "save":
@@ -618,20 +620,31 @@ def temperature(value: str) -> dict[str, Any]:
     return {"temperature": number, "unset": frozenset()}
 
 
+def _input(prompt: str) -> str:
+    """A line. One that Ctrl-C discards goes into the history, so that an arrow key brings it back."""
+    try:
+        return input(prompt)
+    except KeyboardInterrupt:
+        readline = sys.modules.get("readline")  # Windows has none
+        if readline is not None and (line := readline.get_line_buffer()):
+            readline.add_history(line)
+        raise
+
+
 def read_message(lines: list[str]) -> str | None:
     """
     One message: a line, lines that end with a backslash, or a block. None at the end of the input. `lines` gets each
     line before the last one, so that Ctrl-C does not lose them.
     """
     try:
-        line = input("> ")
+        line = _input("> ")
         if line.strip() == BLOCK:
-            while (line := input("… ")).strip() != BLOCK:
+            while (line := _input("… ")).strip() != BLOCK:
                 lines.append(line)
             return "\n".join(lines)
         while line.endswith("\\"):
             lines.append(line[:-1])
-            line = input("… ")
+            line = _input("… ")
     except EOFError:
         return "\n".join(lines) if lines else None
     return "\n".join([*lines, line])
