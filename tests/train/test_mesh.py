@@ -224,7 +224,10 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
         if not other:
             mesh = Mesh(dp_replicate=axes[0], dp_shard=axes[1], tp=axes[2])
-            assert told["received"] == pytest.approx(planned(method, layers, rows, mesh), rel=0.02, abs=100), (method, axes)
+            assert told["received"] == pytest.approx(planned(method, layers, rows, mesh), rel=0.02, abs=100), (
+                method,
+                axes,
+            )
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * held  # tp does not cut norms and some adapters
 
 
