@@ -250,7 +250,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
         optimizers.zero_grad()
         return loss
 
-    seconds, losses = paced(device, step, 1.0 if setting.quick else TIMED_SECONDS)
+    seconds, losses = paced(device, step, 0.1 if setting.quick else TIMED_SECONDS)
     speed = batch.ids.size / seconds
     work = speed * cost(model_config, vocab_size).train_flops_per_token
     row |= {
@@ -523,7 +523,7 @@ def adapted(
         optimizers.zero_grad()
         return loss
 
-    seconds, losses = paced(device, step, 1.0 if setting.quick else TIMED_SECONDS)
+    seconds, losses = paced(device, step, 0.1 if setting.quick else TIMED_SECONDS)
     facts = {"tokens_per_second": round(batch.ids.size / seconds), "loss": round(losses[-1], 3)}
     return facts | {f"peak_{name}_gib": round(size / GIB, 2) for name, size in peaks(device).items()}
 

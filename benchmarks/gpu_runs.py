@@ -191,7 +191,7 @@ def overlap_on_rank(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         return loss
 
-    seconds = 1.0 if setting.quick else TIMED_SECONDS
+    seconds = 0.1 if setting.quick else TIMED_SECONDS
     alone = count_steps(device, lambda: work(own, World.alone()), world, seconds)
     if task["kind"] == "fsdp":
         fsdp.shard(model, world, device)

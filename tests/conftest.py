@@ -37,7 +37,19 @@ def pytest_collection() -> Generator[None, object, object]:
     return found
 
 
-LONGEST = ("snippets", "mesh", "fsdp", "machines", "gpu_report", "fused", "trace")
+LONGEST = (
+    "snippets",
+    "mesh",
+    "fsdp",
+    "machines",
+    "gpu_report",
+    "compile",
+    "launch",
+    "fused",
+    "trace",
+    "masks",
+    "engine",
+)
 """Names of the files that take a minute and more."""
 
 
@@ -68,6 +80,14 @@ def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests import warm_workers
 
     monkeypatch.setattr(executor, "multiprocessing", warm_workers.STARTS)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans by arithmetic alone: a trace takes a second and more, and other tests compare the two."""
+    from bloomery.stages import plan
+
+    monkeypatch.setattr(plan, "is_traced", lambda model: False)
 
 
 @pytest.fixture

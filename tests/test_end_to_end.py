@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zstandard
@@ -21,6 +22,7 @@ from bloomery import cli
 from bloomery.core.config import to_toml
 from bloomery.core.records import content_hash
 from bloomery.recipe import STAGES
+from bloomery.stages import plan as stages_plan
 from bloomery.stages.terminal import SHOWN_ANSWERS
 from bloomery.weights import hf
 from tests import warm
@@ -144,8 +146,9 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 
 
 def stale(place: Place, capsys: pytest.CaptureFixture[str], *settings: str) -> set[str]:
-    """The stages that would run under these settings."""
-    found = said(capsys, "plan", place.recipe, "--runs", place.runs, *settings)["stages"]
+    """The stages that would run under these settings. What they need is asked of no trace and no clock."""
+    with mock.patch.object(stages_plan, "is_traced", return_value=False):
+        found = said(capsys, "plan", place.recipe, "--runs", place.runs, "--memory", "16GiB", *settings)["stages"]
     return {one["stage"] for one in found if not one["fresh"]}
 
 

@@ -246,13 +246,17 @@ def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_as
     assert code == 2
     assert "Raise shard.val_fraction (up to 0.1), or fetch more documents; one text becomes many" in err
     assert ran("runs", 'fetch.sources.0.separator="\\n\\n"', "shard.val_fraction=0.1")[0] == 0
-    for asked in ("classify.seed=0", "filter.min_score=0.1", "classify.required=true"):
-        for runs in (f"other-{asked}", "runs"):  # where nothing is done yet, and where it was done without
-            code, err = ran(runs, asked, "shard.val_fraction=0")
-            assert code == 2
-            assert "classify, classifier 'quality': the part of the examples that measures has 0 positive" in err
-            assert "about 51 documents are enough" in err
-        assert ran("runs", "shard.val_fraction=0")[0] == 0
+    for asked, runs in (  # where nothing is done yet, and where it was done without
+        ("classify.seed=0", "other"),
+        ("classify.seed=0", "runs"),
+        ("filter.min_score=0.1", "runs"),
+        ("classify.required=true", "runs"),
+    ):
+        code, err = ran(runs, asked, "shard.val_fraction=0")
+        assert code == 2
+        assert "classify, classifier 'quality': the part of the examples that measures has 0 positive" in err
+        assert "about 51 documents are enough" in err
+    assert ran("runs", "shard.val_fraction=0")[0] == 0
     only = ["run", str(path), "--runs", str(tmp_path / "runs"), "--only", "filter", "filter.min_score=0.1"]
     assert cli.main(only) == 2
     assert "a threshold needs scores, but 'quality' was not trained: the part" in capsys.readouterr().err

@@ -37,6 +37,8 @@ OF_PROGRAMS = ("duckdb", "pyarrow.parquet", "scipy.sparse", "sklearn.linear_mode
 ALL = "all"
 """In the place of the name of a module: all of Bloomery, and what its commands import besides."""
 MESSAGE_BYTES = 2**17
+PEAK = 1e11
+"""FLOP/s of matmuls: what is forked does not measure them anew, which takes a third of a second."""
 
 
 class Process(subprocess.Popen[bytes]):
@@ -218,6 +220,7 @@ def serve(channel: int, parent: int) -> None:
     child.die_with(parent)
     for name in IMPORTED:
         import_module(name)
+    vars(import_module("bloomery.hw.device"))["_measured"] = lambda *of: PEAK
     server, own = socket.socket(fileno=channel), os.getpid()
     while True:
         message, files, *_ = socket.recv_fds(server, MESSAGE_BYTES, 2)

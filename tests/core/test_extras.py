@@ -120,6 +120,7 @@ def test_a_store_that_cannot_be_asked_names_what_the_other_stages_need_too(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untraced")
 def test_a_plan_is_made_without_the_packages_and_says_which_are_missing(
     recipe: Path, tmp_path: Path, nothing_installed: None, call: Call
 ) -> None:

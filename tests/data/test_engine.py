@@ -1,5 +1,6 @@
 """Parts: the same bytes from any number of workers, after any death, and names for what died."""
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,11 +46,16 @@ def test_workers_leave_what_one_process_leaves(tmp_path: Path, expected: dict[st
 
 
 def work_in_a_cluster(out: Path) -> None:
+    """It is started once: the first work does not end what it has started, and the second finds it there."""
+    ray: Any = importlib.import_module("ray")
     cluster = ExecutorConfig(kind="ray", workers=2)
-    assert run(out / "a", cluster) == list(range(9))
-    with pytest.raises(DataError, match="row of part-00004") as caught:
-        run(out / "b", cluster, Trouble(part="part-00004", what="data"))
-    assert caught.value.hint == "Mend it."
+    with mock.patch.object(ray, "shutdown") as ends:
+        with pytest.raises(DataError, match="row of part-00004") as caught:
+            run(out / "b", cluster, Trouble(part="part-00004", what="data"))
+        assert caught.value.hint == "Mend it."
+        assert run(out / "a", cluster) == list(range(9))
+        assert ends.call_count == 1
+    ray.shutdown()
     assert run(out / "b", ONE) == list(range(9))
 
 

@@ -133,13 +133,15 @@ def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
 def products() -> Iterator[tuple[str, float]]:
     bases: tuple[Any, ...] = ("int8", "int4", "nf4", "nf4_double")
     shapes = ((34, 100, 1), (34, 100, 16), (2, 10, 1), (2, 10, 3), (33, 1300, 1), (33, 1300, 3))
-    for base, (rows, width, count) in itertools.product(bases, shapes):
+    for (place, base), (number, (rows, width, count)) in itertools.product(enumerate(bases), enumerate(shapes)):
         matrix, x = quantize.frozen(nn.Linear(width, rows), base), torch.randn(count, width)
         dense, bias = matrix.dense(torch.float32).double(), matrix.bias
         assert bias is not None
         words = f"{count} × {base} of {rows} × {width}"
-        yield words, far(matrix.few(x, bias), x.double() @ dense.t() + bias)
-        yield f"{words}, without bias", far(matrix.few(x, None), x.double() @ dense.t())
+        if (place + number) % 2:
+            yield words, far(matrix.few(x, bias), x.double() @ dense.t() + bias)
+        else:
+            yield f"{words}, without bias", far(matrix.few(x, None), x.double() @ dense.t())
 
 
 def models() -> Iterator[tuple[str, float]]:
@@ -178,7 +180,7 @@ TRIALS = [
     ("cross-entropy-triton", "entropy", "nan"),
     ("rotary-triton", "rotate", "flip"),
     ("rotary-norm-triton", "rotate_grads", "zeros"),
-    ("gemv-nf4-triton", "gemv", "flip"),
+    ("gemv-int8-triton", "gemv", "flip"),
 ]
 """Name of a trial, a kernel of it, and what is wrong with that."""
 

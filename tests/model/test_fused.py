@@ -66,7 +66,7 @@ def errors(group: str) -> Mapping[str, float]:
 @pytest.mark.parametrize("operation", ["norm", "turned", "entropy", "int8", "int4", "nf4"])
 def test_a_kernel_equals_its_formula_in_float64_with_its_gradients(operation: str) -> None:
     found = {case: error for case, error in errors("kernels").items() if operation in case}
-    assert len(found) >= 7
+    assert len(found) >= 6
     assert {case: error for case, error in found.items() if not error <= KERNELS_LIMIT} == {}
 
 
@@ -91,7 +91,7 @@ def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another()
         "cross-entropy-triton entropy nan": "loss, gradient of s: returns NaN or infinity",
         "rotary-triton rotate flip": "rotated: has the wrong sign (cosine -1.00)",
         "rotary-norm-triton rotate_grads zeros": "rotated, gradient of x: returns zeros",
-        "gemv-nf4-triton gemv flip": "1 × nf4 of 72 × 200: has the wrong sign (cosine -1.00)",
+        "gemv-int8-triton gemv flip": "1 × int8 of 72 × 200: has the wrong sign (cosine -1.00)",
     }
 
 

@@ -208,6 +208,7 @@ def test_a_plan_counts_rows_that_no_id_has(tmp_path: Path, call: Call) -> None:
     assert json.loads(out)["pretrain"]["parameters"] == sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_plan_is_made_before_token_files_and_weights_are_there(tmp_path: Path, call: Call) -> None:
     recipe, _ = starting_from(tmp_path / "theirs")
     words = ["plan", recipe, "--runs", tmp_path, "--device", "rtx-4090"]
@@ -217,10 +218,11 @@ def test_a_plan_is_made_before_token_files_and_weights_are_there(tmp_path: Path,
     assert f"unknown shard: {tmp_path}/none: there is no such folder" in " ".join(out.split())
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_choice_that_no_other_program_has_is_said_before_anything_is_done(tmp_path: Path, call: Call) -> None:
     words = str(written(tmp_path / "theirs")), "pretrain.model.position_embedding=none", "--runs", str(tmp_path)
     why = "only Bloomery can load this model: position_embedding='none' is nothing that LlamaForCausalLM has"
-    code, out, _ = call("plan", *words)
+    code, out, _ = call("plan", *words, "--memory", "16GiB")
     assert (code, why in " ".join(out.split())) == (0, True)
     code, _, said = call("run", *words, "--until", "tokenizer")
     assert (code, why in " ".join(said.split())) == (0, True)

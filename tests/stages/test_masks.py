@@ -82,15 +82,15 @@ class Written:
     """A conversation as bytes, and for each of them whether it is learned. 0xFF, a letter: a special token."""
 
     def __init__(self) -> None:
-        self.text, self.learned = bytearray(), bytearray()
+        self.text, self.learned = hashlib.sha256(), hashlib.sha256()
 
-    def add(self, data: bytes, learned: bool) -> None:
-        self.text += data
-        self.learned += bytes([learned]) * len(data)
+    def add(self, data: bytes, learned: bytes) -> None:
+        self.text.update(data)
+        self.learned.update(learned)
 
     @property
     def digest(self) -> bytes:
-        return hashlib.sha256(bytes(self.text) + b"\xff\xff" + bytes(self.learned)).digest()
+        return self.text.digest() + self.learned.digest()
 
 
 class Checker:
@@ -109,6 +109,7 @@ class Checker:
         self.bytes_of = {id: bytes(map(letters.__getitem__, word)) for word, id in told["model"]["vocab"].items()
                          if word not in self.marks}  # fmt: skip
         self.bytes_of |= {token["id"]: self.marks[token["content"]] for token in told["added_tokens"]}
+        self.lengths = np.array([len(self.bytes_of.get(id, b"")) for id in range(max(self.bytes_of) + 1)])
         self.pad = next(token["id"] for token in told["added_tokens"] if token["content"] == "<|pad|>")
 
     def beginnings(self, said: Said) -> Iterator[bytes]:
@@ -119,7 +120,8 @@ class Checker:
             before, after = self.looks[role].split("{}")
             self._structure(made, before)
             learned = "«" in before
-            made.add((self.strip(content) if role in self.strips else content).encode(), learned)
+            data = (self.strip(content) if role in self.strips else content).encode()
+            made.add(data, bytes([learned]) * len(data))
             self._structure(made, after, learned)
             if role == "assistant":
                 yield made.digest
@@ -128,8 +130,8 @@ class Checker:
         for part in re.split(r"([«»])", text):
             learned = part == "«" if part in ("«", "»") else learned
             if part not in ("«", "»"):
-                for one in SPECIAL.split(part):
-                    made.add(self.marks.get(one) or one.encode(), learned)
+                data = b"".join(self.marks.get(one) or one.encode() for one in SPECIAL.split(part))
+                made.add(data, bytes([learned]) * len(data))
 
     def rows(self, out: Path, split: str) -> Iterator[tuple[bytes, int]]:
         """What each conversation of a shard is, and how many of its tokens are learned; asserts about padding."""
@@ -141,15 +143,13 @@ class Checker:
         assert len(ids) % ROW == 0
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             assert start // ROW == (end - 1) // ROW, "a conversation lies in one row"
-            own, learned = ids[start:end].tolist(), mask[start:end].tolist()
-            whole = len(own)
-            while own[whole - 1] == self.pad:
-                whole -= 1
-            assert not any(learned[whole:]), "padding is learned"
+            learned = mask[start:end]
+            own = ids[start : start + int((ids[start:end] != self.pad).nonzero()[0][-1]) + 1]
+            assert not learned[len(own) :].any(), "padding is learned"
             made = Written()
-            for id, says in zip(own[:whole], learned[:whole], strict=True):
-                made.add(self.bytes_of[id], bool(says))
-            yield made.digest, sum(learned)
+            data = b"".join(self.bytes_of[id] for id in own.tolist())
+            made.add(data, learned[: len(own)].repeat(self.lengths[own]).tobytes())
+            yield made.digest, int(learned.sum())
 
 
 @dataclass

@@ -63,6 +63,7 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.slow
 def test_a_plan_is_for_as_many_devices_as_the_recipe_has_ranks_unless_another_number_is_said(
     call: Call, tmp_path: Path
@@ -82,6 +83,7 @@ def test_a_device_has_memory(call: Call, capsys: pytest.CaptureFixture[str]) -> 
         assert "not a size from 1,610,612,736 to" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.slow
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
     words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--power-watts", "900"]
@@ -119,6 +121,7 @@ def test_without_torch_a_plan_says_that_it_knows_nothing_of_this_machine(
     assert "nothing is known of this machine without torch (pass --device or --memory)" in " ".join(out.split())
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.slow
 def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fresh(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +159,7 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
     assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, None)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_it_leaves_out(
     call: Call, tmp_path: Path
 ) -> None:
@@ -214,10 +218,10 @@ def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where
     assert str(ran.value) == str(refused.value)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_recipe_that_does_not_fit_ends_with_2_and_with_a_command_of_settings_that_fit(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stages_plan, "is_traced", lambda model: False)
     words = ["plan", DEMO, "pretrain.model.context_length=131072", "--memory", "2GiB", "--runs", tmp_path]
     code, out, _ = call(*words)
     assert code == 2

@@ -142,10 +142,8 @@ def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(sha
     ("optimizer", "ranks", "parallelism", "level"),
     [
         ("muon", 2, "none", "none"),
-        ("adamw", 2, "none", "none"),
         ("muon", 3, "none", "none"),
         ("adamw", 2, "fsdp", "selective"),
-        ("adamw", 3, "fsdp", "none"),
         ("muon", 3, "fsdp", "full"),
         ("lion", 2, "fsdp", "none"),
         ("ademamix", 3, "fsdp", "none"),
@@ -186,7 +184,7 @@ def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_pa
 @pytest.mark.parametrize(
     ("optimizer", "before", "after"),
     [
-        *(("muon", (before, "none"), (after, "none")) for before in (1, 2) for after in (1, 2, 3)),
+        *(("muon", (before, "none"), (after, "none")) for before, after in ((1, 2), (2, 1), (2, 2), (2, 3))),
         ("adamw", (1, "none"), (3, "fsdp")),
         ("adamw", (2, "fsdp"), (3, "fsdp")),
         ("adamw", (2, "fsdp"), (2, "none")),

@@ -161,6 +161,7 @@ def test_what_is_wrong_beside_a_depth_is_told_as_without_one(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untraced")
 def test_a_plan_says_what_the_depth_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(tmp_path)
     words = ["plan", str(tmp_path / "a.toml"), "--runs", str(tmp_path / "runs"), "--device", "7900xtx"]

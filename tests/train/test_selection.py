@@ -1,8 +1,9 @@
 """The weights of the best evaluation are kept, and training ends when evaluations no longer improve."""
 
 import dataclasses
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ PLANTED: dict[str, Any] = {
     "save_every_seconds": 1e9,
 }
 """A few samples, learned by heart with a high rate: the loss of others falls, and then rises."""
+FROM_START = KeptWeights(keeps_best=True, early_stopping=EarlyStopping(patience=2))
 
 
 @pytest.fixture
@@ -48,22 +50,37 @@ def selecting(shards: Path, out: Path, selection: KeptWeights = BEST, **settings
     return run
 
 
+class Overfit(NamedTuple):
+    """A whole run, and one that ended early. Nobody writes to their folders."""
+
+    run: TrainingRun
+    stats: dict[str, Any]
+    early: TrainingRun
+    early_stats: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def overfit(tmp_path_factory: pytest.TempPathFactory) -> Overfit:
+    folder = tmp_path_factory.mktemp("overfit")
+    write_samples(folder / "shards", samples=8)
+    runs = selecting(folder / "shards", folder / "out"), selecting(folder / "shards", folder / "early", FROM_START)
+    return Overfit(runs[0], runs[0].run(), runs[1], runs[1].run())
+
+
 def losses(out: Path) -> dict[int, float]:
     return {line["step"]: line["validation_loss"] for line in lines(out, "validation_loss")}
 
 
-def test_the_model_is_that_of_the_lowest_validation_loss_whose_checkpoint_stays(shards: Path, tmp_path: Path) -> None:
-    run = selecting(shards, tmp_path / "out")
-    stats, measured = run.run(), losses(tmp_path / "out")
+def test_the_model_is_that_of_the_lowest_validation_loss_whose_checkpoint_stays(overfit: Overfit) -> None:
+    run, stats, out, measured = overfit.run, overfit.stats, overfit.run.out, losses(overfit.run.out)
     best = min(measured, key=lambda step: (measured[step], step))
     assert 0 < best < 50 < max(measured) == stats["steps"]  # it overfits
     assert (stats["best_step"], stats["validation_loss"]) == (best, measured[best])
     assert stats["ended_early"] is False
-    there = [int(folder.name) for folder in checkpoint.folders(tmp_path / "out" / "checkpoints")]
+    there = [int(folder.name) for folder in checkpoint.folders(out / "checkpoints")]
     assert best in there
     assert max(there) == stats["steps"]
-    saved = tmp_path / "out" / "checkpoints" / f"{best:09d}" / "model.safetensors"
-    assert model_bytes(tmp_path / "out") == saved.read_bytes()
+    assert model_bytes(out) == (out / "checkpoints" / f"{best:09d}" / "model.safetensors").read_bytes()
     check = run._check()
     assert check.measure(run.model, on_cpu())["validation_loss"] == measured[best]
 
@@ -85,26 +102,26 @@ def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(
 
 @pytest.mark.parametrize("step", [8, 9])
 def test_a_run_that_was_stopped_and_resumed_keeps_the_same_weights_and_ends_as_early(
-    step: int, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, shards: Path, overfit: Overfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from_start = KeptWeights(keeps_best=True, early_stopping=EarlyStopping(patience=2))
-    whole = selecting(shards, tmp_path / "whole", from_start).run()
+    whole = overfit.early_stats
     out, hooks = tmp_path / "out", TrainingRun._hooks
     with monkeypatch.context() as patch:
         patch.setattr(TrainingRun, "_hooks", lambda *args: [*hooks(*args), asking(step)])
         with pytest.raises(Terminated):
-            selecting(shards, out, from_start).run()
-    again = selecting(shards, out, from_start).run()
+            selecting(shards, out, FROM_START).run()
+    again = selecting(shards, out, FROM_START).run()
     assert {name: again[name] for name in ("best_step", "steps", "validation_loss")} == {
         name: whole[name] for name in ("best_step", "steps", "validation_loss")
     }
-    assert result(out)["model"] == result(tmp_path / "whole")["model"]
+    assert result(out)["model"] == result(overfit.early.out)["model"]
 
 
 def test_best_weights_that_are_damaged_are_an_error_that_says_how_to_keep_the_last(
-    shards: Path, tmp_path: Path
+    overfit: Overfit, shards: Path, tmp_path: Path
 ) -> None:
-    best = selecting(shards, tmp_path / "out").run()["best_step"]
+    shutil.copytree(overfit.run.out, tmp_path / "out")
+    best = overfit.stats["best_step"]
     file = tmp_path / "out" / "checkpoints" / f"{best:09d}" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=f"step {best} had the lowest") as caught:

@@ -141,20 +141,7 @@ def assert_same_gradients(ours: Transformer, other: Any, seed: int) -> None:
         assert difference <= 1e-5 * float(expected[name].norm()) + 1e-12 * total, name
 
 
-SEEDS = (0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3)))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_computes_the_same_and_learns_the_same_with_what_is_saved_here(
-    name: str, seed: int, tmp_path: Path
-) -> None:
-    model = lively(FAMILIES[name](seed), seed, VOCAB)
-    hf.save(tmp_path, model, RENDERER, SAID)
-    other = there(tmp_path)
-    assert (type(other).__name__, other.dtype) == (name.split()[0], torch.float32)
-    assert differences(model, other, seed) < 1e-5
-    assert_same_gradients(model, other, seed)
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
 
 
 def test_far_positions_have_the_bits_of_transformers(tmp_path: Path) -> None:
@@ -168,12 +155,15 @@ def test_far_positions_have_the_bits_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_saves_computes_and_learns_the_same_here_and_goes_back_bit_for_bit(
+def test_transformers_computes_and_learns_the_same_with_what_is_saved_here_and_what_it_saves_goes_back_bit_for_bit(
     name: str, seed: int, tmp_path: Path
 ) -> None:
     config = FAMILIES[name](seed)
-    hf.save(tmp_path / "first", lively(config, seed, VOCAB), RENDERER, SAID)
+    model = lively(config, seed, VOCAB)
+    hf.save(tmp_path / "first", model, RENDERER, SAID)
     other = there(tmp_path / "first")
+    assert (type(other).__name__, other.dtype) == (name.split()[0], torch.float32)
+    assert differences(model, other, seed) < 1e-5
     other.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if seed % 2 else "1GB")
     small().save(tmp_path / "theirs")
     loaded = hf.load(tmp_path / "theirs")

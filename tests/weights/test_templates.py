@@ -101,7 +101,7 @@ def agree(case: Case, messages: list[Message]) -> None:
 SAME = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
 
 
-@SAME
+@settings(SAME, max_examples=50)
 @given(st.data())
 def test_transformers_makes_the_same_ids_of_random_conversations(case: Case, data: st.DataObject) -> None:
     agree(case, data.draw(conversations(ROLES)))
