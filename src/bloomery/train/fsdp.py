@@ -108,7 +108,7 @@ class GradientSums:
 
     def _divide(self, *, last: bool) -> None:
         """Of stages 1 and 2: weights stay together until the `last` backward pass, and with 1 so do gradients."""
-        stage = self._model.__dict__.get("zero_stage", 3)
+        stage = getattr(self._model, "zero_stage", 3)
         if stage < 3:
             self._model.set_reshard_after_backward(last)
             self._model.set_requires_gradient_sync(last or stage == 2)
@@ -296,7 +296,8 @@ def shard(
         for module in sharded if isinstance(sharded, list) else [sharded]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.__dict__["zero_stage"] = mesh.zero_stage
+    root: Any = model
+    root.zero_stage = mesh.zero_stage
     if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
         starts: list[Any] = [model.blocks[0], *norms.get("blocks.0", [])[:1]]
         for first in starts:
