@@ -283,7 +283,8 @@ def test_each_rank_keeps_of_what_it_reads_its_part_of_the_quantized_whole(
 def largest_sum(profiler: Any) -> int:
     """The largest number of bytes of tensors that were allocated and not freed, at any moment of a profile."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    largest: int = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return largest
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4"])

@@ -82,7 +82,7 @@ class GradientSums:
 
     def _divide(self, *, last: bool) -> None:
         """Of stages 1 and 2: weights stay together until the `last` backward pass, and with 1 so do gradients."""
-        stage = self._model.__dict__.get("zero_stage", 3)
+        stage = getattr(self._model, "zero_stage", 3)
         if stage < 3:
             self._model.set_reshard_after_backward(last)
             self._model.set_requires_gradient_sync(last or stage == 2)

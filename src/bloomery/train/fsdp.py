@@ -156,7 +156,8 @@ def shard(
         for module in sharded if isinstance(sharded, list) else [sharded]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.__dict__["zero_stage"] = mesh.zero_stage
+    root: Any = model
+    root.zero_stage = mesh.zero_stage
     if not model.embed.weight.requires_grad:  # the last block of a backward pass has nothing to gather ahead
         starts: list[Any] = [model.blocks[0], *norms.get("blocks.0", [])[:1]]
         for first in starts:

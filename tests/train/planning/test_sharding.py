@@ -102,7 +102,7 @@ def test_a_stage_of_zero_without_shards_is_refused_by_name() -> None:
 def test_without_a_preset_a_stage_of_zero_is_planned_as_with_one(stage: int) -> None:
     mesh = {"dp_shard": 4, "zero_stage": stage}
     made = plan(SMALL, 512, card("rtx-4090", 4), finetune=True, num_processes=4, mesh=mesh, tokens=4096)
-    expected = small(rows=1, **mesh).memory.gathered
+    expected = small(None, rows=1, **mesh).memory.gathered
     assert made.choice.needs.gathered == pytest.approx(expected, rel=0.15)
 
 
@@ -275,7 +275,7 @@ def test_the_mesh_of_a_stage_that_is_done_or_not_asked_for_is_not_checked(tmp_pa
 def test_the_json_of_a_mesh_is_that_of_the_interface(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(planned(capsys, "--json", "finetune.mesh.tp=8", "finetune.mesh.dp_shard=1"))
     assert facts["fits"]
-    assert facts["finetune"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "tp": 8}
+    assert facts["finetune"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "tp": 8, "zero_stage": 3}
     there = api.plan(RECIPE, {"finetune.mesh.tp": 8, "finetune.mesh.dp_shard": 1})
     assert facts == json.loads(json.dumps(there))
 
