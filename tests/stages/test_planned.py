@@ -51,15 +51,8 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert facts["pretrain"]["peak_from"] == "trace"
     assert facts["pretrain"]["speed_from"] == "timed"
     assert list(tmp_path.iterdir()) == []
-    text = call(
-        "plan",
-        DEMO,
-        "--runs",
-        tmp_path,
-        "pretrain.steps=7",
-        "pretrain.schedule.warmup_steps=4",
-        "pretrain.global_batch_tokens=1000",
-    )[1]
+    settings = ("pretrain.steps=7", "pretrain.schedule.warmup_steps=4", "pretrain.global_batch_tokens=1000")
+    text = call("plan", DEMO, "--runs", tmp_path, "--memory", "16GiB", *settings)[1]
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
@@ -180,6 +173,7 @@ def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_i
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("untraced")
 def test_epochs_are_planned_by_packed_sequences_or_an_estimate_and_refused_where_a_run_refuses_them(
     tmp_path: Path,
 ) -> None:
