@@ -386,7 +386,7 @@ def test_a_call_that_has_to_be_made_is_one_of_the_tools(site: Site, choice: Any,
 
 
 def test_messages_with_calls_and_results_render_through_the_template(site: Site) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"thing": "lamp"}'}}
+    call: Any = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"thing": "lamp"}'}}
     messages = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},

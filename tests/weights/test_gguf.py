@@ -34,7 +34,7 @@ WIDE = {"head_dim": 24, "rope_scaling": LLAMA3, "rope_theta": 500.0, "context_le
 GEMMA = {"norm_order": "both", "norm_plus_one": True, "scale_embeddings": True, "qk_norm": True, "mlp": "geglu_tanh"}
 GEMMA |= {"num_layers": 7, "sliding_window": [*[8] * 5, "full"], "rope_local_theta": 1e4, "query_pre_attn_scalar": 8.0}
 FACTORS = {"short_factor": [1.0, 1.1, 1.7], "long_factor": [1.0, 2.3, 9.0]}
-LONGROPE = {"partial_rotary_factor": 0.75, "num_heads": 4, "num_kv_heads": 2, "context_length": 32}
+LONGROPE: dict[str, Any] = {"partial_rotary_factor": 0.75, "num_heads": 4, "num_kv_heads": 2, "context_length": 32}
 LONGROPE |= {"rope_scaling": {"kind": "longrope", "factor": 8.0, "original_context_length": 32, **FACTORS}}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -156,7 +156,8 @@ def _choose_together(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampl
         how = sampler.sampling
         groups.setdefault((how.temperature, how.top_k, how.top_p, how.min_p, how.typical_p), []).append(row)
     if len(groups) == 1:
-        return _choose_alike(logits, samplers).tolist()  # type: ignore[no-any-return]
+        all_ids: list[int] = _choose_alike(logits, samplers).tolist()
+        return all_ids
     chosen = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     for rows in groups.values():
         chosen[rows] = _choose_alike(logits[rows], [samplers[row] for row in rows])
