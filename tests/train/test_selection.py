@@ -19,7 +19,7 @@ from bloomery.train.progress import KeptWeights, best_step, without_gain
 from bloomery.train.savers import AdapterSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation, mean_and_error
-from bloomery.weights import checkpoint
+from bloomery.weights import checkpoint, hf
 from bloomery.weights.hf import BaseModel
 from tests.tokenizer.made import small
 from tests.train.made import LINEAGE, lines, model_bytes, on_cpu, result, session, write_samples
@@ -92,8 +92,9 @@ def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(
     stopping = KeptWeights(keeps_best=True, early_stopping=EarlyStopping())
     run = selecting(shards, tmp_path / "out", stopping)
     if settings is not None:
+        hf.save(tmp_path / "base", run.model, Renderer(small()), LINEAGE)
         lora.attach(run.model, settings, seed=0)
-        base = BaseModel(tmp_path, "0" * 64)
+        base = BaseModel(tmp_path / "base", "0" * 64)
         run.model_saver = AdapterSaver(run.model, Renderer(small()), settings, base, LINEAGE)
     stats = run.run()
     assert stats["ended_early"] is True
