@@ -153,7 +153,7 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
         return JSONResponse(replies.model_entry(model_info)) if model_info else _no_such_model(name, infos)
 
     for getter in api.routes:
-        if isinstance(getter, APIRoute):
+        if isinstance(getter, APIRoute) and getter.methods:
             getter.methods.add("HEAD")
     routes = _Routes(models, desk)
     for path, route in routes.by_path().items():
