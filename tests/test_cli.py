@@ -178,7 +178,7 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
         (["status", "runs/none"], r"runs/none: does not exist .*\n.*bloomery run RECIPE"),
         (["status", "."], r"is not a run folder \(it has no current\.json\)"),
         (["clean", "runs/none"], r"runs/none: does not exist"),
-        (["chat", "runs/none"], r"runs/none: does not exist\nGive a run folder"),
+        (["chat", "runs/none"], r"runs/none: does not exist\nUse a run folder"),
         (["chat", "."], r"holds no model"),
         (["eval", "runs/none", "--json"], r"runs/none: does not exist"),
         (["plan", "none.toml", "--json"], r"no such recipe"),

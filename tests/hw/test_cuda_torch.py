@@ -179,6 +179,6 @@ def test_a_step_takes_half_as_many_rows_in_every_form_of_a_full_gpu_and_ends_wit
     assert float(same) == pytest.approx(float(norm), rel=1e-4)
     assert "memory ran out: from now on, 2 sequences" in " ".join(capsys.readouterr().err.split())
     full.rows = 0
-    with pytest.raises(HardwareError, match="1 sequences at once do not fit into memory") as failure:
+    with pytest.raises(HardwareError, match="memory is too small for 1 sequence at once") as failure:
         retry_on_oom(model, world, 2, compute)
     assert "micro_batch_tokens" in str(failure.value)

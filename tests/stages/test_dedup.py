@@ -209,7 +209,7 @@ def test_the_seeds_settings_are_spelt_out_and_find_copies(tmp_path: Path) -> Non
     run(texts, tmp_path, preset="seed-1386")
     _, gone = found_in(tmp_path / "out")
     assert {name: row["kept_id"] for name, row in gone.items()} == {"a": "c"}
-    with pytest.raises(ConfigError, match="the preset seed-1386 says num_bands=16"):
+    with pytest.raises(ConfigError, match="the preset seed-1386 sets num_bands=16"):
         build(Dedup, {"preset": "seed-1386", "num_bands": 8})
 
 

@@ -86,7 +86,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_the_hint() -> None:
     def hungry(rows: int) -> None:
         raise torch.OutOfMemoryError("no")
 
-    with pytest.raises(HardwareError, match="1 rows at once") as raised:
+    with pytest.raises(HardwareError, match="too small for 1 sequence at once") as raised:
         retry_on_oom(nn.Linear(1, 1), World.alone(), 8, hungry)
     assert "bloomery plan" in raised.value.hint
 
@@ -116,6 +116,6 @@ def test_memory_that_ends_in_an_evaluation_of_one_rank_is_named_where_others_wai
     """It cannot try again alone: the others are in the midst of the same evaluation."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     task = {"shards": str(shards), "out": str(tmp_path / "out")}
-    with pytest.raises(RunError, match=r"3 rows at once .* CUDA out of memory.*\n.*micro_batch_tokens"):
+    with pytest.raises(RunError, match=r"3 sequences at once.*CUDA out of memory.*\n.*micro_batch_tokens"):
         launch.run("tests.train.test_memory:full_in_evaluation", task, 2)
     assert [line["step"] for line in lines(tmp_path / "out", "loss")] == [1]

@@ -245,7 +245,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
     [
         (Lora(base_dtype="nf4_double"), Mesh(dp_shard=2), "scales of scales"),
         (Lora(base_dtype="nf4"), Mesh(tp=3), "num_heads is 8, and tp=3 does not divide it"),
-        (Lora(base_dtype="nf4"), Mesh(dp_shard=4, tp=2), "scales has 2 numbers along dim 1, and dp_shard=4"),
+        (Lora(base_dtype="nf4"), Mesh(dp_shard=4, tp=2), "scales has 2 numbers along dim 1, but dp_shard=4"),
     ],
 )
 def test_adapters_that_a_mesh_cannot_train_are_refused_by_name(adapters: Lora, mesh: Mesh, told: str) -> None:

@@ -245,7 +245,7 @@ def test_one_row_that_is_too_much_on_one_rank_is_an_error_of_all() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(one, worlds(2))
-    assert "1 sequences at once do not fit into memory: memory ran out on another rank" in first
+    assert "memory is too small for 1 sequence at once: memory ran out on another rank" in first
     assert "CUDA out of memory" in second
 
 

@@ -104,7 +104,7 @@ def test_what_is_given_stays_and_what_follows_from_it_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "hint"), [({"num_layers": 5}, "one of the two"), ({"preset": "gpt2-124m"}, "one of the two")]
+    ("model", "hint"), [({"num_layers": 5}, "one of them"), ({"preset": "gpt2-124m"}, "one of them")]
 )
 def test_two_numbers_of_layers_are_refused(model: dict[str, Any], hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):

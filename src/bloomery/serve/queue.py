@@ -151,7 +151,7 @@ class RequestQueue:
         count = len(self._jobs) + self._works
         if count >= MAX_REQUESTS or sum(job.sequences for job in self._jobs) + sequences > MAX_ALL_SEQUENCES:
             self.metrics.count("bloomery_refused_requests_total")
-            raise BusyError(count, self._retry_after())
+            raise BusyError(count, self._retry_after(count))
 
     async def ask(self, name: str, asked: Asked) -> GenerationRequest | None:
         """A request that waits in line, or None if there is no such model. Raises BusyError where the line is full."""
@@ -206,9 +206,9 @@ class RequestQueue:
         if job.first_seconds is not None:
             metrics.measure("bloomery_first_token_seconds", model, job.first_seconds)
 
-    def _retry_after(self) -> int:
-        """Seconds in which half of those who wait now are answered. Clients of OpenAI wait 60 at most."""
-        return min(60, math.ceil(self._mean_seconds * max(1, len(self._jobs)) / 2))
+    def _retry_after(self, count: int) -> int:
+        """Seconds in which half of so many requests are answered. Clients of OpenAI wait 60 at most."""
+        return min(60, math.ceil(self._mean_seconds * max(1, count) / 2))
 
     @property
     def is_busy(self) -> bool:

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import HardwareError
-from bloomery.core.log import info
+from bloomery.core.log import counted, info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
@@ -150,7 +150,7 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
                 raise
             apart = collectives.is_sharded(model)
             if rows == 1 or apart or (world.size > 1 and not agreed):
-                what = f"{rows} sequences at once do not fit into memory: {str(error).splitlines()[0]}"
+                what = f"memory is too small for {counted(rows, 'sequence')} at once: {str(error).splitlines()[0]}"
                 raise (LeftOthersError if apart else HardwareError)(what, hint=LESS_MEMORY) from None
         model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
         devices.give_back_memory()
@@ -163,7 +163,7 @@ class AgreedOutOfMemoryError(RuntimeError):
 
 
 LESS_MEMORY = (
-    'Say a smaller micro_batch_tokens or activation_checkpointing="full"; `bloomery plan RECIPE` says what fits.'
+    'Set a smaller micro_batch_tokens or activation_checkpointing="full"; `bloomery plan RECIPE` says what fits.'
 )
 
 
