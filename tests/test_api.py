@@ -139,7 +139,7 @@ def test_a_wrong_option_is_an_error_before_anything_is_generated(
 
 
 def test_what_a_model_cannot_take_is_an_error_with_its_fix(loaded: bloomery.Model) -> None:
-    with pytest.raises(DataError, match=r"prompt: the prompt takes \d+ tokens, and .* has a context of 300\nShorten"):
+    with pytest.raises(DataError, match=r"prompt: the prompt takes \d+ tokens, but .* has a context of 300\nShorten"):
         loaded.generate("word " * 400)
     with pytest.raises(DataError, match="context"):
         loaded.chat("word " * 400)
@@ -150,7 +150,7 @@ def test_what_a_model_cannot_take_is_an_error_with_its_fix(loaded: bloomery.Mode
     for ids in ([], [0] * 301):
         with pytest.raises(DataError, match=r"token IDs, but the model's context is 300\nPass 1 to 300 token IDs"):
             loaded.logits(ids)
-    with pytest.raises(bloomery.CheckpointError, match=r"runs/none: does not exist\nGive a run folder"):
+    with pytest.raises(bloomery.CheckpointError, match=r"runs/none: does not exist\nUse a run folder"):
         bloomery.load("runs/none")
 
 

@@ -152,7 +152,7 @@ def test_heads_inner_width_and_columns_that_do_not_divide_are_refused_by_name() 
         check_mesh(ModelConfig(**SMALL | {"normalize_head": True, "tie_embeddings": False}), over(tp=2))
     with pytest.raises(ConfigError, match="scales of scales"):
         check_mesh(config, over(dp_shard=2), "nf4_double")
-    with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.up\.weight has 64 numbers along dim 1, and dp_shard=3"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.up\.weight has 64 numbers along dim 1, but dp_shard=3"):
         local_shape("blocks.0.mlp.up.weight", (96, 64), over(tp=2, dp_shard=3))
     with pytest.raises(ConfigError, match=r"dp_shard=4 does not divide blocks of 32"):
         local_shape("blocks.0.mlp.up.weight", (96, 64), over(tp=2, dp_shard=4), block=32)

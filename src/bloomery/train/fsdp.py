@@ -137,9 +137,8 @@ def shard(
     of_units = units(model, mesh)
     norms = {} if dtype == torch.float32 else _unrounded(model, where)
     groups: list[tuple[str, list[nn.Module]]] = [(f"norms of {unit}", modules) for unit, modules in norms.items()]
-    for unit, modules in of_units.items():
-        groups.append((unit, [module for module in modules if module not in norms.get(unit, [])]))
-    groups.append(("", [model]))  # what is left
+    rest = {unit: [one for one in modules if one not in norms.get(unit, [])] for unit, modules in of_units.items()}
+    groups += [*rest.items(), ("", [model])]  # the model: what is left
     model.embed_scale_dtype = model.embed.weight.dtype
     for unit, modules in groups:
         has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
