@@ -94,6 +94,11 @@ class Setting:
         return self._device
 
     @property
+    def timed_seconds(self) -> float:
+        """Of a measurement; --quick only tries whether it runs."""
+        return 0.1 if self.quick else TIMED_SECONDS
+
+    @property
     def chunk_bytes(self) -> int:
         """Of logits, as runs take them on this device."""
         return logits_chunk_bytes(self.device.memory_bytes, processor=not self.on_gpu)
@@ -250,7 +255,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
         optimizers.zero_grad()
         return loss
 
-    seconds, losses = paced(device, step, 0.1 if setting.quick else TIMED_SECONDS)
+    seconds, losses = paced(device, step, setting.timed_seconds)
     speed = batch.ids.size / seconds
     work = speed * cost(model_config, vocab_size).train_flops_per_token
     row |= {
@@ -523,7 +528,7 @@ def adapted(
         optimizers.zero_grad()
         return loss
 
-    seconds, losses = paced(device, step, 0.1 if setting.quick else TIMED_SECONDS)
+    seconds, losses = paced(device, step, setting.timed_seconds)
     facts = {"tokens_per_second": round(batch.ids.size / seconds), "loss": round(losses[-1], 3)}
     return facts | {f"peak_{name}_gib": round(size / GIB, 2) for name, size in peaks(device).items()}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_parts import TIMED_SECONDS, TOKENS, Setting, main, packed_batch, random_model, say
+from gpu_parts import TOKENS, Setting, main, packed_batch, random_model, say
 
 from bloomery.core.log import METRICS, read_metrics
 from bloomery.hw.device import Device
@@ -191,7 +191,7 @@ def overlap_on_rank(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         return loss
 
-    seconds = 0.1 if setting.quick else TIMED_SECONDS
+    seconds = setting.timed_seconds
     alone = count_steps(device, lambda: work(own, World.alone()), world, seconds)
     if task["kind"] == "fsdp":
         fsdp.shard(model, world, device)

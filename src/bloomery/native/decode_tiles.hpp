@@ -85,15 +85,7 @@ INLINE Floats exponential(Floats x) {
     x = most < x ? most : x;
     const Floats n = x * 1.44269504f + 12582912.0f - 12582912.0f;
     const Floats rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats sum = Floats{} + 1.0f / 5040;
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    return sum * floats((Words)((__builtin_convertvector(n, Ints) + 127) << 23));
+    return TAYLOR(rest) * floats((Words)((__builtin_convertvector(n, Ints) + 127) << 23));
 }
 INLINE Ints counted(int64_t first) {
     Ints value;

@@ -29,21 +29,19 @@ INLINE void store(Bfloat16 *at, float value) {  // to the nearest, ties to even
     at->bits = uint16_t(value == value ? rounded : 0x7FC0);
 }
 
-// e**x to about 1e-7, by 2**n times a polynomial (coefficients of the Taylor series, |x| <= ln 2 / 2). Beyond 60 it stays
+// e**x by the Taylor series for |x| <= ln 2 / 2, of a number or a vector of numbers.
+#define TAYLOR(x)                                                                                                  \
+    (((((((1.0f / 5040 * (x) + 1.0f / 720) * (x) + 1.0f / 120) * (x) + 1.0f / 24) * (x) + 1.0f / 6) * (x) + 0.5f) * \
+          (x) + 1.0f) * (x) + 1.0f)
+
+// e**x to about 1e-7, by 2**n times a polynomial (TAYLOR). Beyond 60 it stays
 // as it is there, which no sum notices: a product with a denormal number would take a hundred times as long.
 INLINE float exponential(float x) {
     x = std::min(std::max(x, -60.0f), 60.0f);
     const float shifted = x * 1.44269504f + 12582912.0f;  // its lowest bits are those of the nearest integer
     const float n = shifted - 12582912.0f;
     const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float sum = 1.0f / 5040;
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
+    const float sum = TAYLOR(rest);
     const int32_t bits = (int32_t(n) + 127) << 23;
     float power;
     std::memcpy(&power, &bits, 4);

@@ -25,7 +25,7 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.train.collectives import is_sharded, part_like, piece, whole
 from bloomery.train.config import Mesh
 from bloomery.train.mesh import check_model, cut
-from bloomery.train.sharding_rules import Placement, placement, rule_of
+from bloomery.train.sharding_rules import Placement, placement, rule_of, stays_float32
 from bloomery.weights.opened import put_weight
 from bloomery.weights.safetensors import rounded
 
@@ -257,15 +257,11 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _unrounded(model: Transformer, where: Mapping[str, Placement]) -> dict[str, list[nn.Module]]:
-    """
-    Unit -> its norms, and learned positions. Their weights stay in float32, as on one device: they are multiplied in
-    no matmul.
-    """
+    """Unit -> its modules whose weights stay in float32, as on one device."""
     norms: dict[str, list[nn.Module]] = {}
     for name, placed in where.items():
-        path = name.rpartition(".")[0]
-        module = model.get_submodule(path)
-        if path.endswith(("norm", "positions")) and module not in norms.setdefault(placed.unit, []):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if stays_float32(name) and module not in norms.setdefault(placed.unit, []):
             norms[placed.unit].append(module)
     return {unit: modules for unit, modules in norms.items() if modules}
 

@@ -115,6 +115,11 @@ def rule_of(name: str) -> ShardingRule:
     return rows[0]
 
 
+def stays_float32(name: str) -> bool:
+    """Whether a parameter is gathered in float32: one of a norm or of learned positions, which no matmul multiplies."""
+    return name.rpartition(".")[0].endswith(("norm", "positions"))
+
+
 def placement(name: str, shape: Sequence[int], mesh: Mesh) -> Placement:
     """Where a tensor of a model lies, by its name with or without adapters. Raises ValueError as `rule_of`."""
     plain = name.replace(".base.", ".")

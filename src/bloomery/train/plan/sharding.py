@@ -48,7 +48,15 @@ from bloomery.train.plan.memory import (
     MemoryEstimate,
     activation_bytes_per_token,
 )
-from bloomery.train.sharding_rules import ShardingKind, check_mesh, frozen_tensors, local_shape, placement, rule_of
+from bloomery.train.sharding_rules import (
+    ShardingKind,
+    check_mesh,
+    frozen_tensors,
+    local_shape,
+    placement,
+    rule_of,
+    stays_float32,
+)
 
 MATMUL_BYTES = 2
 """Of a number in matmuls: bfloat16."""
@@ -424,8 +432,7 @@ def _tensor(
         trained=trained,
         optimizer_bytes=kept if trained else 0,
         is_code=is_code,
-        as_it_is=(has_codes and where.unit.startswith("blocks."))
-        or name.rpartition(".")[0].endswith(("norm", "positions")),
+        as_it_is=(has_codes and where.unit.startswith("blocks.")) or stays_float32(name),
     )
 
 
