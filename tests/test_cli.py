@@ -506,6 +506,7 @@ def test_what_the_encoding_of_stdout_lacks_is_shown_as_its_number() -> None:
     assert subprocess.run(words, check=True, capture_output=True, env=surroundings).stdout == b"\\xe4 \\udcff\n"
 
 
+@pytest.mark.slow
 def test_a_reader_of_stderr_that_leaves_ends_no_run(recipe: Path, tmp_path: Path, call: Call) -> None:
     assert shell(tmp_path, "run small.toml", "2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}")[0] == 0
     assert stages(call) == {"make": "done", "double": "done"}
@@ -520,6 +521,7 @@ def talker(tmp_path: Path) -> Path:
     return model(tmp_path / "model", context=300)
 
 
+@pytest.mark.slow
 def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
     call: Call, recipe: Path, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,6 +631,7 @@ def text_of(node: ast.expr) -> str:
     return "\n".join(text_of(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
 
 
+@pytest.mark.slow
 def test_every_command_that_an_error_proposes_is_one() -> None:
     commands = proposed()
     assert len(commands) > 10

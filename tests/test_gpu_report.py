@@ -39,6 +39,7 @@ def test_a_part_that_kills_itself_is_reported_with_its_signal(tmp_path: Path) ->
     assert facts["status"].startswith("failed by signal 9")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_part_that_hangs_ends_at_its_limit_with_the_processes_it_started(tmp_path: Path) -> None:
     code = """

@@ -505,6 +505,7 @@ def outcomes_without_torch() -> dict[str, str]:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ORDER)
 def test_without_torch_a_module_works_or_says_how_to_install_it(part: str) -> None:
     fine = ("imported",) if part in WITHOUT_TORCH else ("imported", "told")

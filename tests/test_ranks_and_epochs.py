@@ -29,6 +29,7 @@ def documents(folder: Path, split: str, opening: int) -> set[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_no_held_out_document_is_trained_on_in_any_epoch(tmp_path: Path) -> None:
     """No document of one split is in the other, and the samples of three epochs are three times those of one."""
     place = make_place(tmp_path)

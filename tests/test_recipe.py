@@ -144,6 +144,7 @@ def text_only(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_works(
     text_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

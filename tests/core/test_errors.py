@@ -15,7 +15,7 @@ def test_an_error_says_where_what_and_what_to_do(kind: str) -> None:
     assert str(made("is torn")) == "is torn"
 
 
-@pytest.mark.parametrize("value", ["a" * 10**6, "word " * 10**5, "/" * 10**6, "a\n" * 10**6, "ä" * 10**6])
+@pytest.mark.parametrize("value", ["a" * 10**5, "word " * 10**4, "/" * 10**5, "a\n" * 10**5, "ä" * 10**5])
 def test_a_message_is_bounded_whatever_value_it_repeats(value: str) -> None:
     for error in (BloomeryError(value), BloomeryError("is wrong", where=value, hint=value)):
         assert len(str(error)) < 2 * errors.MAX_MESSAGE_CHARS + 200

@@ -143,6 +143,7 @@ cli.main(["doctor"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
 @pytest.mark.parametrize("program", [SAID, FOUND], ids=["run", "doctor"])
 def test_marks_are_colored_on_a_terminal_and_nowhere_else(program: str) -> None:

@@ -134,6 +134,7 @@ def test_a_part_whose_record_was_changed_is_done_again_and_no_other(
     assert content(out) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "said"), [("killed", "killed by signal 9"), ("left", "ended with code 3")])
 def test_a_worker_that_dies_names_its_part_and_the_rest_goes_on_next_time(
     tmp_path: Path, expected: dict[str, str], what: str, said: str

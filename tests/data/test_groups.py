@@ -28,6 +28,7 @@ def pairs(rows: list[tuple[int, int]], lags: int, size: int) -> set[tuple[int, i
     return {pair for batch in found for pair in zip(*(column.to_pylist() for column in batch.columns), strict=True)}
 
 
+@pytest.mark.slow
 def test_a_bucket_gives_its_first_with_each_and_each_with_those_before_it() -> None:
     for seed in range(5):
         rows = rows_in(seed)

@@ -111,6 +111,7 @@ def test_a_revision_that_moved_after_a_kill_is_told_and_fetched_as_a_whole(hub: 
     assert all(new in row["url"] for row in found)
 
 
+@pytest.mark.slow
 def test_a_target_downloads_less_and_no_token_is_left_anywhere(hub: Hub, tmp_path: Path) -> None:
     commit = hub.put("us/books", FILES)
     told = finished(tmp_path, hub, "fetch.sources.0.max_documents=3000")
@@ -124,6 +125,7 @@ def test_a_target_downloads_less_and_no_token_is_left_anywhere(hub: Hub, tmp_pat
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_fetched_is_one_error_with_its_hint(hub: Hub, tmp_path: Path) -> None:
     hub.put("us/books", FILES)
     hub.datasets["us/books"].gated = True

@@ -81,6 +81,7 @@ def test_a_run_names_the_file_and_the_fix(tmp_path: Path, workers: int, call: Ca
     assert (code, found["reasons"]["torn"], found["kept"] + found["dropped"]) == (0, 2, 4)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_skipped_is_one_rejected_file_and_all_others_are_read(tmp_path: Path) -> None:
     for name in "acd":
         whole(tmp_path / f"{name}.parquet", rows=3)
@@ -112,6 +113,7 @@ def test_one_child_opens_all_files_and_none_is_started_for_those_that_are_known(
     assert list(isolated.problems(paths)) == [paths[3]]
 
 
+@pytest.mark.slow
 def test_files_behind_one_that_ends_the_child_are_opened_by_another(tmp_path: Path) -> None:
     paths = [
         aborting(tmp_path / f"{n}.parquet") if n in (0, 3, 4) else whole(tmp_path / f"{n}.parquet") for n in range(7)
@@ -127,6 +129,7 @@ def test_a_child_that_was_ended_from_outside_is_not_held_against_a_file(tmp_path
     assert isolated.problem(whole(tmp_path / "b.parquet")) == ""
 
 
+@pytest.mark.slow
 def test_a_file_that_keeps_its_reader_busy_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "MAX_SECONDS", 1.0)
     fifo = tmp_path / "a.parquet"

@@ -121,6 +121,7 @@ def test_a_scheme_that_nobody_knows_is_named(hub: Hub) -> None:
         texts(source("nowhere://a/b"))
 
 
+@pytest.mark.slow
 def test_a_bucket_is_read_by_its_own_client_over_pages(s3: Store) -> None:
     assert texts(source("s3://b/corpus/**/*.jsonl")) == ALL
     assert sum("list" in path or path == "b" for _, path, _ in s3.requests) > 1

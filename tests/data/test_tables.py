@@ -76,6 +76,7 @@ def test_a_parquet_file_whose_columns_have_no_utf8_names_is_torn(tmp_path: Path)
     assert rows[-1].reason == "torn"
 
 
+@pytest.mark.slow
 def test_long_rows_come_in_small_batches(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 2**20] * 200}), path := tmp_path / "t.parquet", use_dictionary=False)
     with pq.ParquetFile(path) as file:

@@ -117,6 +117,7 @@ def test_a_line_of_100_mb_and_a_bomb_are_rejected_within_little_memory(
     assert int(grown) < 120 * 1024, f"{int(grown) / 1024:.0f} MiB"
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.binary(max_size=12).map(lambda one: one.replace(b"\n", b"")), max_size=30), st.booleans(), st.data())
 def test_spans_are_the_file_cut_at_line_ends_with_the_numbers_of_its_lines(

@@ -1,6 +1,8 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from bloomery.core.config import build
 from bloomery.data import documents
 from bloomery.data.executor import ExecutorConfig
@@ -17,6 +19,7 @@ def filler(rng: random.Random) -> str:
     return " ".join(f"word{rng.randrange(10_000)}" for _ in range(60))
 
 
+@pytest.mark.slow
 @needs_sets
 def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path) -> None:
     rng = random.Random(1)

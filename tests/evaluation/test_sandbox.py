@@ -119,6 +119,7 @@ def test_code_that_no_file_can_hold_fails() -> None:
     assert (outcome.status, outcome.output[:31]) == ("failed", "character 7 of the program is h")
 
 
+@pytest.mark.slow
 def test_an_endless_loop_ends_with_its_time_also_where_it_ignores_signals() -> None:
     stubborn = "import signal\nfor one in (2, 15, 24): signal.signal(one, signal.SIG_IGN)\nwhile True: pass"
     outcome = tried(stubborn, SandboxLimits(seconds=1.0, cpu_seconds=20))
@@ -177,6 +178,7 @@ def test_a_flood_of_output_ends_the_program_and_is_cut() -> None:
     assert outcome.seconds < 50
 
 
+@pytest.mark.slow
 def test_secrets_of_the_environment_of_homes_and_of_other_processes_are_not_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -541,6 +543,7 @@ def test_what_cannot_cross_fails_with_its_reason_and_no_except_of_the_tests_sees
     assert (outcome.status, outcome.output) == ("failed", "failed: unsupported value: an object of the class Own\n")
 
 
+@pytest.mark.slow
 def test_an_answer_without_end_is_stopped() -> None:
     for test in ("list(f())", "for _ in f(): pass", "f()()()"):
         assert not tried("def f():\n    while True: yield 1", SandboxLimits(seconds=1.0), test).passed

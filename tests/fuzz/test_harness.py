@@ -62,6 +62,7 @@ def test_finds_come_with_their_input_whoever_made_it() -> None:
     assert list(tally.finds) == [("traceback", "ValueError in elsewhere")]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_inputs() -> None:
     assert fuzz(PLANTED, 7, inputs=200).counts == fuzz(PLANTED, 7, inputs=200).counts
 

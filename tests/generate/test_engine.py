@@ -119,6 +119,7 @@ def test_rows_beyond_the_ids_of_the_tokenizer_change_nothing_that_is_said(how: d
     assert all(set(one.ids) <= {VOCAB_SIZE, VOCAB_SIZE + 1} for one in free)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_what_is_drawn_and_no_seed_is_a_new_one() -> None:
     engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
 

@@ -122,6 +122,7 @@ def test_names_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert Host(root=tmp_path).names("nodes") == ["1", "9", "10"]
 
 
+@pytest.mark.slow
 def test_a_command_tells_how_it_ended() -> None:
     python = sys.executable
     assert run_here([python, "-c", "print('hello')"], 30.0).out.strip() == "hello"

@@ -85,6 +85,7 @@ def test_each_host_starts_its_ranks_by_a_command_that_ssh_hands_on_whole(cluster
     assert sorted(call.partition(" -- ")[2].split()[0] for call in calls) == ["127.0.0.1", "me@node1", "node3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "last", "message"),
     [
@@ -126,6 +127,7 @@ time.sleep(60)
 """The first rank saves for seconds after all others have failed, and then hangs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [60.0, 0.5])
 @pytest.mark.parametrize("names", ["a\nb\n", "a slots=2\n"])
 def test_a_first_rank_that_saves_is_waited_for_longer_than_one_that_hangs(
@@ -150,6 +152,7 @@ hosts.start(sys.argv[2:], Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: Path, number: int, code: int) -> None:

@@ -267,6 +267,7 @@ def test_without_a_gpu_no_thread_starts_and_no_tool_is_asked(tmp_path: Path) -> 
         assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the fake tool is a shell script")
 def test_a_tool_that_sleeps_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]

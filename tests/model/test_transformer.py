@@ -266,6 +266,7 @@ def test_a_model_without_numbers_has_every_shape_of_one_with_them(config: ModelC
     assert all(weight.is_meta for weight in empty.parameters())
 
 
+@pytest.mark.slow
 def test_a_model_without_numbers_leaves_the_compiler_of_torch_alone() -> None:
     """It takes longer to import than all else that a first answer needs."""
     program = """

@@ -88,11 +88,13 @@ def test_a_declared_length_is_refused_before_any_of_the_body_is_read(url: str) -
     assert sent(url, with_body).startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.slow
 def test_a_body_whose_length_proxies_may_read_in_two_ways_is_refused(url: str) -> None:
     both = head("Content-Length: 4\r\nTransfer-Encoding: chunked") + b"0\r\n\r\n"
     assert sent(url, both).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.slow
 def test_a_chunked_body_without_end_is_refused_where_it_passes_the_limit(url: str) -> None:
     def endless() -> Iterator[bytes]:
         while True:

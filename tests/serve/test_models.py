@@ -223,6 +223,7 @@ def test_a_model_that_does_not_fit_with_keys_and_values_is_refused(
     assert shelf.get("b") is shelf.get("b")
 
 
+@pytest.mark.slow
 def test_idle_models_leave_memory_for_one_that_has_no_room_and_those_in_use_stay(
     shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ print(before - anonymous())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
 def test_an_idle_model_that_is_unloaded_gives_its_memory_back(tmp_path: Path) -> None:
     shape = ModelConfig(
@@ -373,6 +375,7 @@ def with_adapters(root: Path, settings: Lora = RANK_2) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_base_and_its_adapters_answer_in_the_same_steps_and_share_weights(tmp_path: Path) -> None:
     folders = with_adapters(tmp_path)
@@ -398,6 +401,7 @@ def test_a_base_and_its_adapters_answer_in_the_same_steps_and_share_weights(tmp_
     assert len(set(texts.values())) > 1
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_base_that_several_models_share_ends_with_the_last_of_them(tmp_path: Path) -> None:
     lent = ModelRegistry(tmp_path / "runs", with_adapters(tmp_path))

@@ -198,6 +198,7 @@ def test_without_a_model_the_page_says_how_to_make_one(browser: Browser) -> None
         expect(page.get_by_role("button", name="Send")).to_be_disabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1400])
 def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
     bloom = FakeAnswerer("runs/a-run-with-a-very-long-name/07-finetune-c0ffee12")
@@ -218,6 +219,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
             assert bounds is None or bounds["x"] + bounds["width"] <= width
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_the_token_once(browser: Browser) -> None:
     token = "0123456789abcdef"
     with serving(FakeModels(FakeAnswerer("bloom")), token=token) as url, browser.new_context() as context:

@@ -96,6 +96,7 @@ print(len(parts), peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_shard_larger_than_the_memory_is_made_within_it(tmp_path: Path) -> None:
     """96 MB of tokens in one shard, with 64 MiB for all that is held at once."""

@@ -280,6 +280,7 @@ TEXTS = SHARED / "data" / "dev"
 LABELS = TEXTS / "dedup_labels.parquet"
 
 
+@pytest.mark.slow
 @needs(LABELS)
 def test_labeled_copies_of_web_text_and_code_are_found_and_nothing_else(tmp_path: Path) -> None:
     """Pairs at an exact Jaccard of 0.8 and more, which another program has found, and the documents down to 0.6."""

@@ -211,6 +211,7 @@ def compared(template: str, folder: Path, paths: list[Path]) -> set[str]:
     return {source for source, _ in rows}
 
 
+@pytest.mark.slow
 @needs_texts
 @pytest.mark.parametrize("name", SETS)
 @templates

@@ -32,6 +32,7 @@ def pairs(folder: Path) -> list[dict[str, Any]]:
     return [{"kind": "files", "name": "polite", "path": str(polite_pairs(folder / "pairs.jsonl"))}]
 
 
+@pytest.mark.slow
 def test_pairs_are_learned_and_the_margin_of_held_out_ones_rises(finetuned: Path, tmp_path: Path) -> None:
     stats = prefer.run(settings(pairs=pairs(tmp_path), steps=20), {"finetune": finetuned}, tmp_path)
     lines = read_metrics(tmp_path / "metrics.jsonl")

@@ -180,6 +180,7 @@ def test_decontaminate_drops_what_holds_a_question_and_lists_the_hits(
     assert "--against tasks/" in tool(capsys, *words, code=2)["error"]
 
 
+@pytest.mark.slow
 def test_tokenize_leaves_shards_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = ["tokenize", str(rows(tmp_path / "in.jsonl")), "--out", str(out), "tokenizer.vocab_size=500"]

@@ -80,6 +80,7 @@ def test_one_command_finetunes_a_model_and_the_result_again(base: Path, talks: P
     assert loaded.lineage.base == hf.digest(first["finetune"] / "model")
 
 
+@pytest.mark.slow
 def test_rows_are_as_long_as_the_recipe_says_and_longer_ones_need_a_stretching(
     base: Path, talks: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_rows_are_as_long_as_the_recipe_says_and_longer_ones_need_a_stretching(
 STRETCHED = ("finetune.rope_scaling", {"kind": "linear", "factor": 2.0})
 
 
+@pytest.mark.slow
 def test_adapters_keep_the_positions_that_they_were_trained_with(base: Path, talks: Path, tmp_path: Path) -> None:
     done = ran(recipe(base, talks, "instruct.sequence_length=193", STRETCHED), tmp_path / "long")
     folder = locate.locate_model(done["finetune"])
@@ -239,6 +241,7 @@ def baichuan2(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_template_that_is_asked_for_replaces_that_of_the_model(base: Path, talks: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()

@@ -25,6 +25,7 @@ from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, provider, run
 
 
+@pytest.mark.slow
 @kinds
 def test_every_topic_is_asked_once_and_its_answer_is_a_conversation(
     server: ModelServer, tmp_path: Path, kind: str

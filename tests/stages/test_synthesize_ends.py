@@ -81,6 +81,7 @@ def test_a_refusal_whose_body_is_cut_is_that_refusal_and_costs_nothing(
     assert stats["input_tokens"] + stats["output_tokens"] == sum(server.charged)
 
 
+@pytest.mark.slow
 def test_an_answer_that_comes_a_byte_at_a_time_is_given_up_after_the_seconds_of_a_request(
     server: ModelServer, tmp_path: Path
 ) -> None:

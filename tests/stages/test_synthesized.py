@@ -12,6 +12,7 @@ from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stop", "reason"),
     [

@@ -32,6 +32,7 @@ LEARNED = [row for row in ROWS if not is_held_out(row["text"], LARGEST_SHARE)]
 # --- tokenizer -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tokenizer_that_is_saved_is_the_one_that_is_reported(inputs: dict[str, Path], tmp_path: Path) -> None:
     stats = stage.run(ByteBpe(vocab_size=500), inputs, tmp_path)
     made = Tokenizer.load(tmp_path)
@@ -45,6 +46,7 @@ def test_the_tokenizer_that_is_saved_is_the_one_that_is_reported(inputs: dict[st
     assert stats["bytes_per_token"].keys() == DOMAINS.keys()
 
 
+@pytest.mark.slow
 def test_the_tokenizer_never_learns_from_what_a_recipe_may_hold_out(tmp_path: Path) -> None:
     secret = [row | {"text": row["text"] + " zzqxj" * 40} for row in ROWS if is_held_out(row["text"], LARGEST_SHARE)]
     rows = [row for row in ROWS if not is_held_out(row["text"], LARGEST_SHARE)]
@@ -59,6 +61,7 @@ def test_the_tokenizer_never_learns_from_what_a_recipe_may_hold_out(tmp_path: Pa
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 def test_the_same_documents_give_the_same_tokenizer(inputs: dict[str, Path], tmp_path: Path) -> None:
     for name in ("a", "b"):
         stage.run(ByteBpe(vocab_size=400, sample_bytes=30_000), inputs, tmp_path / name)
@@ -111,6 +114,7 @@ def test_gpt2_is_compared_where_its_files_are_and_only_there(
     assert stats["gpt2"]["bytes_per_token"]["web"] > stats["bytes_per_token_unseen"]["web"]  # 700 ids against 400
 
 
+@pytest.mark.slow
 def test_an_imported_tokenizer_is_saved_as_it_is_and_its_file_is_in_the_fingerprint(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:

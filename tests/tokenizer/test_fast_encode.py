@@ -133,6 +133,7 @@ def test_a_word_of_a_megabyte_takes_seconds(word: str, of: str) -> None:
     assert of == "SentencePiece" or encoder.slow_texts - before == (word[0] == " ")
 
 
+@pytest.mark.slow
 def test_white_space_without_end_is_left_to_the_slower_library() -> None:
     tokenizer = made("qwen2")[0]
     encoder = Encoder(tokenizer, aloud=False)

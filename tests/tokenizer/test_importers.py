@@ -433,6 +433,7 @@ def test_version_1_ends_texts_with_50256(tmp_path: Path) -> None:
     assert importers.read(tmp_path / "one.bin") == (tokens, 50_256)
 
 
+@pytest.mark.slow
 @needs(GPT2)
 def test_gpt2_comes_back_the_same_from_a_file_of_llm_c(tmp_path: Path) -> None:
     whole = importers.load(GPT2)

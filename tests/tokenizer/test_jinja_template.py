@@ -355,6 +355,7 @@ ATTACKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ATTACKS, ids=range(len(ATTACKS)))
 def test_a_template_that_attacks_is_refused_with_the_reason(template: str) -> None:
     with pytest.raises(DataError, match="chat template"):

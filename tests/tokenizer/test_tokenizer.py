@@ -98,6 +98,7 @@ def test_learned_tokens_make_familiar_text_short() -> None:
     assert len(small().encode(text)) < 0.6 * len(text.encode())
 
 
+@pytest.mark.slow
 def test_a_line_without_space_makes_no_token_longer_than_a_word_and_is_encoded_whole() -> None:
     """Training looks at pieces of it: its time goes by the square of a word's length."""
     tokenizer = train_byte_level(["a" * 20_000 + "é" * 20_000], 500)

@@ -95,6 +95,7 @@ def held_bytes_per_token(level: Level, dtype: torch.dtype, tp: int = 1) -> float
     return (found[1] - found[0]) / (4 * WIDE.context_length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_level_keeps_less_than_the_one_before_it_and_about_as_much_as_was_planned(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_a_level_run_that_is_extended_is_one_that_was_longer_from_the_start_bit_
     assert stats["tokens"] == 60 * 4 * T
 
 
+@pytest.mark.slow
 def test_a_run_that_has_decayed_is_extended_from_the_end_of_its_level_part(shards: Path, tmp_path: Path) -> None:
     """Which it keeps, though only the newest two stay otherwise."""
     schedule = {"kind": "wsd", "decay_steps": 4}
@@ -237,6 +238,7 @@ def test_what_is_left_is_what_was_trained(shards: Path, tmp_path: Path) -> None:
         assert_merged(hf.load(folder).model, made.model)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_taken_up_again_end_in_the_same_bits(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

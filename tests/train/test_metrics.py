@@ -221,6 +221,7 @@ def test_a_share_of_the_peak_is_the_models_work_over_what_was_measured(shards: P
     assert "measured in matmuls of float32" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_what_evaluations_take_makes_no_step_slower(shards: Path, tmp_path: Path) -> None:
     def slow(model: Transformer, precision: Precision, stop: StopRequest) -> dict[str, float]:
         time.sleep(0.2)
@@ -290,6 +291,7 @@ def test_norms_of_a_large_weight_are_an_estimate_from_some_of_its_numbers() -> N
     assert norms.latest["update_norm"] == pytest.approx(float(change.norm()), rel=0.02)
 
 
+@pytest.mark.slow
 def test_norms_are_logged_every_so_many_steps_and_change_no_weight(shards: Path, tmp_path: Path) -> None:
     session(shards, tmp_path / "one", grad_stats_every=4).run()
     session(shards, tmp_path / "two", grad_stats_every=0).run()
@@ -301,6 +303,7 @@ def test_norms_are_logged_every_so_many_steps_and_change_no_weight(shards: Path,
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_samples_are_said_and_kept_and_change_no_weight(shards: Path, tmp_path: Path) -> None:
     def sampler(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
         model.eval()

@@ -238,6 +238,7 @@ def test_a_model_learns_with_every_optimizer(config: Optimizer) -> None:
     assert found[-1] < 0.8 * found[0]
 
 
+@pytest.mark.slow
 def test_moments_of_8_bits_learn_as_those_of_32() -> None:
     coded, whole = losses(AdamW8bit(learning_rate=0.01)), losses(AdamW(learning_rate=0.01))
     assert whole[-1] < 0.8 * whole[0]

@@ -85,6 +85,7 @@ def test_the_model_is_that_of_the_lowest_validation_loss_whose_checkpoint_stays(
     assert check.measure(run.model, on_cpu())["validation_loss"] == measured[best]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [None, Lora(rank=8, base_dtype="nf4")], ids=["all weights", "LoRA on NF4"])
 def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(
     shards: Path, tmp_path: Path, settings: Lora | None
@@ -101,6 +102,7 @@ def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(
     assert stats["best_step"] < stats["steps"] <= stats["best_step"] + 3 * PLANTED["eval_every"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [8, 9])
 def test_a_run_that_was_stopped_and_resumed_keeps_the_same_weights_and_ends_as_early(
     step: int, shards: Path, overfit: Overfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def test_every_weight_of_every_family_of_other_programs_fits_one_row(name: str) 
     fits_one_row(FAMILIES[name](1), 96)
 
 
+@pytest.mark.slow
 def test_every_weight_of_every_kind_of_model_fits_one_row_and_every_row_is_needed() -> None:
     used = set()
     for values in itertools.product(*KINDS.values()):

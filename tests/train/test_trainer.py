@@ -115,6 +115,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_that_was_not_bit_for_bit(
     assert stats["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
     assert_resumes(shards, tmp_path, kept)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_samples_are_all_made_makes_them_now(shards: Path, tmp_path: Path) -> None:
     def sampled(out: Path, kill: str = "") -> list[Any]:
         def sampler(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
@@ -460,6 +462,7 @@ def test_where_a_run_goes_back_to_depends_on_no_clock_and_no_kill(
     assert {one.name for one in checkpoint.folders(tmp_path / "1e-09" / "checkpoints")} >= {"000000015", "000000016"}
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_no_weights_that_it_has_gone_back_behind(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,6 +531,7 @@ def test_a_save_comes_before_each_evaluation(shards: Path, tmp_path: Path, monke
     assert seen == ["", *(f"{step:09d}" for step in (2, 4, 6, 8, 9))]
 
 
+@pytest.mark.slow
 def test_a_hook_that_stops_the_run_does_so_after_its_step_is_saved(shards: Path, tmp_path: Path) -> None:
     odd = Hook(lambda s: s.step == 5, raising(RuntimeError("odd")), "log")
     assert str(ended(RuntimeError, odd, shards, tmp_path / "killed", save_every_seconds=1e9)) == "odd"

@@ -43,6 +43,7 @@ def theirs(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.slow
 def test_a_named_file_becomes_the_same_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = theirs(tmp_path / "theirs")
     folder = locate.locate_model(tmp_path / "theirs" / "pytorch_model.bin")
@@ -54,6 +55,7 @@ def test_a_named_file_becomes_the_same_weights_once(tmp_path: Path, monkeypatch:
     assert locate.locate_model(tmp_path / "theirs" / "pytorch_model.bin") == folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_several_files_with_an_index_in_the_format_of_old_and_new(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {name: weight.to(dtype) for name, weight in theirs(tmp_path).items()}

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
-from bloomery.hw import launcher
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.gpus import INTEGRATED
 from bloomery.hw.host import DeviceChoice, Host, fast_bf16, free_bytes, memory_bytes
@@ -155,6 +154,8 @@ def find(choice: DeviceChoice = "auto", host: Host | None = None, *, open: bool 
 
 
 def _gpu(host: Host) -> Device:
+    from bloomery.hw import launcher
+
     index = launcher.number("LOCAL_RANK", host.env, 0) % torch.cuda.device_count()
     facts = torch.cuda.get_device_properties(index)
     amd = is_rocm()

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bloomery.core import child as children
 from bloomery.core.io import cache_root
 
 DeviceChoice = Literal["auto", "cuda", "mps", "cpu"]
@@ -80,9 +79,11 @@ def run_here(command: Sequence[str], limit_seconds: float) -> CommandResult:
     Run a command on this machine. A command that cannot start replies with 127, as a shell does. One that takes too
     long is killed with all that it started, and so is one whose parent is gone.
     """
+    from bloomery.core.child import leashed
+
     try:
         child = subprocess.Popen(
-            children.leashed(command),
+            leashed(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -109,6 +109,7 @@ def test_a_batch_gets_the_verdicts_that_its_documents_get_alone(rule: Any, batch
     assert found.texts == batch
 
 
+@pytest.mark.slow
 @given(batch=st.lists(texts, min_size=1, max_size=8))
 def test_the_first_rule_that_a_document_breaks_is_its_reason_and_one_that_breaks_none_stays(batch: list[str]) -> None:
     found = judged(STRICT, batch)

@@ -220,6 +220,7 @@ def test_the_plan_of_405b_is_arithmetic_in_80_columns(
     assert command[-2:] == ["--html", "sharding.html"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     smaller = ["--memory=124GiB", "finetune.mesh.dp_shard=8"]
     out = planned(capsys, *smaller)
