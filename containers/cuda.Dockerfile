@@ -1,9 +1,11 @@
 # Bloomery for NVIDIA's GPUs. The wheel brings CUDA with it: the host needs the driver (580 or newer) and the container toolkit.
 #
 # docker build -f containers/cuda.Dockerfile -t bloomery-cuda .
-# docker run -it --rm --gpus all --ipc=host -v "$PWD/runs:/bloomery/runs" bloomery-cuda doctor
+# docker run -it --rm --gpus all --ipc=host -v "$PWD:$PWD" -w "$PWD" bloomery-cuda doctor
 #
 # A driver from 525 on: --build-arg INDEX=https://download.pytorch.org/whl/cu126
+
+# containers/run does both, and keeps the cache.
 
 FROM python:3.12-slim
 

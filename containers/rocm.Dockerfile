@@ -3,9 +3,11 @@
 # Which chip: PYTHONPATH=src python3 -m bloomery.hw.torch_install   (or: cat /sys/class/kfd/kfd/topology/nodes/*/properties)
 #
 # docker build -f containers/rocm.Dockerfile --build-arg TARGET=gfx1151 -t bloomery-rocm .
-# docker run -it --rm --device=/dev/kfd --device=/dev/dri --group-add "$(stat -c %g /dev/kfd)" --group-add video --ipc=host --security-opt seccomp=unconfined -v "$PWD/runs:/bloomery/runs" bloomery-rocm doctor
+# docker run -it --rm --device=/dev/kfd --device=/dev/dri --group-add "$(stat -c %g /dev/kfd)" --group-add video --ipc=host --security-opt seccomp=unconfined -v "$PWD:$PWD" -w "$PWD" bloomery-rocm doctor
 #
 # The group is given as a number, because the image may lack a group of that name or have it under another number.
+
+# containers/run does both: it reads the chip, and keeps the cache.
 
 FROM python:3.12-slim
 
