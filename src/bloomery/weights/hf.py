@@ -46,7 +46,8 @@ from bloomery.tokenizer.chat_template import (
     renderer_named,
     special_tokens,
 )
-from bloomery.tokenizer.jinja_template import MAX_TEMPLATE, JinjaRenderer
+from bloomery.tokenizer.jinja_sandbox import MAX_TEMPLATE
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import safetensors
