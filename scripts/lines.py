@@ -16,7 +16,7 @@ BUDGET = {
     "data": 13_240,
     "tokenizer": 3_230,
     "shards": 1_690,
-    "model": 4_020,
+    "model": 4_035,
     "weights": 6_340,
     "train": 10_260,
     "generate": 1_985,
