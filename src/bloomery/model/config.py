@@ -208,7 +208,7 @@ FeedForwardKind = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", 
 GATED: tuple[FeedForwardKind, ...] = ("swiglu", "geglu", "geglu_tanh")
 """Feed-forwards with three matrices."""
 BIASED = {"none": (), "qkv": ("qkv",), "attention": ("qkv", "out"), "mlp": ("mlp",), "all": ("qkv", "out", "mlp")}
-"""The parts of a block whose matrices have biases, by `biases`."""
+"""Matrices of a block that have biases, by `biases`."""
 Window = Context | Literal["full"]
 
 
@@ -303,9 +303,9 @@ class ModelConfig(Config):
         """How many numbers of a head RoPE rotates."""
         return int(self.head_size * self.partial_rotary_factor)
 
-    def biased(self, part: Literal["qkv", "out", "mlp"]) -> bool:
+    def biased(self, matrices: Literal["qkv", "out", "mlp"]) -> bool:
         """Whether queries, keys and values, the output of attention, or the MLP have biases."""
-        return part in BIASED[self.biases]
+        return matrices in BIASED[self.biases]
 
     def rotates(self, number: int) -> bool:
         """Whether layer `number` has RoPE."""
