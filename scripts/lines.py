@@ -11,12 +11,12 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
-    "core": 3_850,
+    "core": 3_860,
     "hw": 5_480,
     "data": 13_240,
-    "tokenizer": 3_165,
+    "tokenizer": 3_230,
     "shards": 1_690,
-    "model": 4_020,
+    "model": 4_035,
     "weights": 6_340,
     "train": 10_260,
     "generate": 1_985,

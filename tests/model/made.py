@@ -81,6 +81,8 @@ CHOICES = {
     "GeGLU and bare norms": _small(mlp=("geglu",), norm_affine=False, qk_norm=True),
     "bare LayerNorm": _small(norm="layernorm", norm_affine=False, biases="all"),
     "Qwen2": _small(biases="qkv"),
+    "biases of attention": _small(biases="attention"),
+    "biases of the MLP": _small(biases="mlp"),
     "Qwen3": _small(qk_norm=True, head_dim=12),
     "Llama 3": _small(rope_scaling=Llama3Scaling(original_context_length=16)),
     "YaRN": _small(rope_scaling=YarnScaling(factor=4.0, original_context_length=10), rope_theta=100.0),

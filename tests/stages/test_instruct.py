@@ -46,6 +46,7 @@ FIT: list[list[Message]] = [
     talk("Größe 😀 東京", " x \n"),
     [Message(role="assistant", content="Hello."), Message(role="user", content="Hi."), *talk("A", "B")[1:]],
     [*talk("Count.", "I ask."), Message(role="tool", content="3"), Message(role="assistant", content="Three.")],
+    [*talk("Why?")[:1], Message(role="assistant", content="Wrong.", train=False), *talk("No.", "Right.")],
 ]
 CUT: list[tuple[list[Message], int]] = [
     (talk("A", "B", "C", LONG), 2),
@@ -72,6 +73,16 @@ BAD: list[tuple[str, str, str]] = [
     ),
     ('{"messages": [{"role": "user", "content": "a\\u0000"}]}', "binary", "message 1 holds a NUL at character 1: this"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "it has no assistant message"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "c"}]}',
+        "not_in_the_template",
+        "message 2 has reasoning, which the template 'bloomery' does not write: remove it, or use",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+        "nothing_to_learn",
+        "no token of it is in the loss",
+    ),
     (json.dumps({"messages": talk(LONG, "Yes.")}), "too_long", f"its first answer does not end within {ROW} tokens"),
     (json.dumps({"messages": talk("A", LONG)}), "too_long", f"its first answer does not end within {ROW} tokens"),
 ]

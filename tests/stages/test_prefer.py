@@ -12,6 +12,8 @@ import pytest
 from bloomery.core.chat import Message
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import read_metrics
+from bloomery.data.chat.preferences import JudgedRow
+from bloomery.data.readers.bytes import ReadError
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import prefer
@@ -197,6 +199,16 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     assert found[small().decode(wanted.ids)] == [f"{CHOSEN} 4"]
     kinds = np.concatenate([prefer.kinds_of(tmp_path, split).ravel() for split in prefer.SPLITS])
     assert (kinds == CHOSEN).sum() == (kinds == REJECTED).sum() == stats["kept"]
+
+
+@pytest.mark.parametrize("quiet", ["chosen", "rejected"])
+def test_a_pair_of_which_one_answer_is_not_in_the_loss_is_refused(quiet: str) -> None:
+    asked = Message(role="user", content="Why?")
+    said = {name: [Message(role="assistant", content=name, train=name != quiet)] for name in ("chosen", "rejected")}
+    row = JudgedRow([asked], said["chosen"], said["rejected"], "pairs", "f:1")
+    found = prefer.fit(Renderer(small()), row, CONTEXT)
+    assert isinstance(found, ReadError)
+    assert found.reason == "nothing_to_learn"
 
 
 def test_other_templates_and_their_rows_are_written_by_the_same_renderer(tmp_path: Path) -> None:

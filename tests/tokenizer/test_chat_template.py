@@ -44,6 +44,28 @@ def test_a_longer_conversation_begins_with_the_shorter_one(messages: list[Messag
         assert whole.mask[: len(part.mask)] == part.mask
 
 
+@given(MESSAGES, st.data())
+def test_a_message_that_is_not_in_the_loss_has_the_same_ids_and_no_mask(
+    messages: list[Message], data: st.DataObject
+) -> None:
+    quiet = [data.draw(st.booleans()) for _ in messages]
+    marked = [Message(**one, train=not off) for one, off in zip(messages, quiet, strict=True)]
+    whole, partly, expected, before = renderer().render(messages), renderer().render(marked), list[int](), 0
+    for number, off in enumerate(quiet, 1):
+        until = len(renderer().render(messages[:number]).ids)
+        expected += [0] * (until - len(expected)) if off else whole.mask[len(expected) : until]
+        before = until
+    assert partly.ids == whole.ids
+    assert partly.mask == expected + whole.mask[before:]
+
+
+def test_reasoning_that_our_templates_do_not_write_is_refused_by_its_message() -> None:
+    thinking: list[Message] = [message("user", "a"), {"role": "assistant", "content": "b", "reasoning": "c"}]
+    assert "message 2 has reasoning, which the template 'bloomery' does not" in renderer().trouble(thinking)
+    with pytest.raises(DataError, match="message 2: has reasoning"):
+        renderer().render(thinking)
+
+
 @given(MESSAGES)
 def test_the_mask_is_the_assistants_content_and_the_end_after_it(messages: list[Message]) -> None:
     """Read back from the ids alone: between the assistant's token and the end of its message."""

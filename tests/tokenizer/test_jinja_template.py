@@ -7,15 +7,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bloomery.core.chat import Message
+from bloomery.core.chat import REASONING, Message
 from bloomery.core.errors import DataError
 from bloomery.tokenizer.chat_template import renderer_named
 from bloomery.tokenizer.importers import from_json, load_foreign
-from bloomery.tokenizer.jinja_template import _BUDGET, JinjaRenderer, OriginText, _Budget
+from bloomery.tokenizer.jinja_sandbox import _BUDGET, OriginText, _Budget
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from tests.tokenizer.made import training_texts
 
 FOLDER = Path(__file__).parent / "templates"
@@ -287,6 +289,62 @@ def test_a_template_may_split_contents_and_the_mask_is_on_what_is_left_of_them()
         assert got.ids == two.theirs.apply_chat_template(messages, return_dict=False)
         said = two.theirs.decode([id for id, learned in zip(got.ids, got.mask, strict=True) if learned])
         assert said.count("<|im_end|>") == sum(one["role"] == "assistant" for one in messages)
+
+
+def test_reasoning_is_written_and_learned_where_transformers_writes_it() -> None:
+    """Of the last answer; older reasoning is not in a prompt either. Marked ends tell what is learned."""
+    two, rng = pair("qwen3"), random.Random(5)
+    for _ in range(40):
+        messages = conversation(rng, two.family)
+        for one in messages:
+            if one["role"] == "assistant" and rng.random() < 0.7:
+                one["reasoning"] = f"Hm {content(rng)}"
+        theirs = [
+            {"role": one["role"], "content": one["content"], "reasoning_content": one.get("reasoning")}
+            for one in messages
+        ]
+        got = two.ours.render(messages)
+        assert got.ids == two.theirs.apply_chat_template(theirs, return_dict=False), messages
+        learned = two.theirs.decode([id for id, marked in zip(got.ids, got.mask, strict=True) if marked])
+        thought = messages[-1].get("reasoning", "").strip("\n")
+        assert learned.endswith(f"<think>\n{thought}\n</think>\n\n{messages[-1]['content'].lstrip(chr(10))}<|im_end|>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_message_that_is_not_in_the_loss_has_the_same_ids_and_no_mask(name: str) -> None:
+    two, rng = pair(name), random.Random(6)
+    for _ in range(15):
+        messages = conversation(rng, two.family)
+        for one in messages:
+            one["train"] = rng.random() < 0.5
+        alone = [[Message(**one) for one in messages] for _ in messages]
+        for number, conversed in enumerate(alone):
+            for place, one in enumerate(conversed):
+                one["train"] = place == number
+        plain = [Message(role=one["role"], content=one["content"]) for one in messages]
+        whole, got, each = two.ours.render(plain), two.ours.render(messages), [two.ours.render(one) for one in alone]
+        masks = np.array([one.mask for one in each])
+        assert got.ids == whole.ids
+        assert masks.sum(0).tolist() == whole.mask, "each token in the loss is that of one message"
+        assert got.mask == masks[[number for number, one in enumerate(messages) if one["train"]]].sum(0).tolist()
+
+
+@pytest.mark.parametrize("key", REASONING)
+def test_reasoning_goes_to_a_template_under_the_one_name_that_it_reads(key: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>{% if m.KEY %}[{{ m.KEY }}]{% endif %}"
+        "{{ m.content }}<|im_end|>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    family = FAMILIES["qwen3"]
+    tokenizer = from_json(trained(family.kind, family.special, False), "t", {"eos_token": family.eos})
+    messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages[1]["reasoning"] = "c <|im_end|>"
+    reads = JinjaRenderer(tokenizer, template.replace("KEY", key), {})
+    assert reads.written(messages) == "a<|im_start|>[c <|im_end|>]b<|im_end|>"
+    rendered_ids = reads.render(messages)
+    assert sum(id == tokenizer.special_id("<|im_end|>") for id in rendered_ids.ids) == 1
+    ignores = JinjaRenderer(tokenizer, template.replace("KEY", "thought"), {})
+    assert "message 2: has reasoning, which the model's chat template does not write" in ignores.trouble(messages)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_order": ("before", "after", "both"),
     "qk_norm": (False, True),
-    "biases": ("none", "qkv", "all"),
+    "biases": ("none", "qkv", "attention", "mlp", "all"),
     "tie_embeddings": (False, True),
 }
 """All that adds parameters to a model, or takes some away."""

@@ -86,6 +86,8 @@ def neox(seed: int) -> ModelConfig:
 FAMILIES: dict[str, Callable[[int], ModelConfig]] = {
     "LlamaForCausalLM": lambda seed: shape(seed, head_dim=2 * (1 + seed % 5)),
     "LlamaForCausalLM with biases": lambda seed: shape(seed, biases="all"),
+    "LlamaForCausalLM with biases of attention": lambda seed: shape(seed, biases="attention"),
+    "LlamaForCausalLM with biases of the MLP": lambda seed: shape(seed, biases="mlp"),
     "LlamaForCausalLM with geglu": lambda seed: shape(seed, mlp="geglu"),
     "LlamaForCausalLM with scaled positions": lambda seed: shape(
         seed, rope_scaling=SCALINGS[seed % 4], context_length=48
@@ -259,6 +261,28 @@ def test_the_known_shapes_are_what_transformers_calls_them() -> None:
     assert architectures.reasons(ModelConfig(preset="harness-220m")) == []
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "dynamic", "factor": 8.0},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        YARN | {"mscale": 0.7},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.7, "attention_factor": 1.3},
+    ],
+)
+def test_scaling_that_others_spell_otherwise_is_read_as_transformers_computes_and_learns_it(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = folder_of_others(tmp_path / "theirs", 1)
+    changed(folder / CONFIG, rope_scaling=scaling)
+    (folder / SUMS).unlink()
+    found = hf.load(folder).model
+    assert differences(found, there(folder), 1) < 1e-5
+    assert_same_gradients(found, there(folder), 1)
+
+
 @pytest.mark.parametrize("kind", [one.model_type for one in architectures.WRITTEN if one.model_type != "baichuan"])
 def test_a_key_that_a_configuration_lacks_has_the_value_that_transformers_takes(kind: str) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "num_hidden_layers": 6, "intermediate_size": 64}
@@ -301,11 +325,12 @@ def changed(file: Path, **changes: Any) -> None:
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "not supported: yarn divides by the logarithm of rope_theta 1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu, gelu"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 2.0}}, "rope_scaling of the type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling of the type 'longrope'"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "yarn without truncation"),
         ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5 changes what LlamaForCausalLM computes"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 changes what"),
         ({"mup_scale": 2.0}, "mup_scale = 2.0 is not known for LlamaForCausalLM; remove the field"),
-        ({"mlp_bias": True}, "attention_bias and mlp_bias must be equal"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"vocab_size": -1}, "not supported: vocab_size is -1, not a number"),
         ({"vocab_size": 2**31}, "not supported: vocab_size is 2147483648, not a number from 1 to 4,194,304"),

@@ -39,6 +39,8 @@ LONGROPE |= {"rope_scaling": {"kind": "longrope", "factor": 8.0, "original_conte
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with a head, biases and YaRN": {"tie_embeddings": False, "biases": "all", "rope_scaling": YARN},
+    "llama with biases of attention": {"biases": "attention"},
+    "llama with biases of the MLP": {"biases": "mlp"},
     "llama with wide heads and Llama 3's scaling": WIDE,
     "qwen2": {"biases": "qkv", "rope_scaling": {"kind": "linear", "factor": 2.0}},
     "qwen3": {"qk_norm": True},
@@ -303,6 +305,49 @@ def test_a_published_file_is_read() -> None:
     # as transformers 5.24 and llama.cpp encode it
     assert inner.encode("The capital of France is", add_special_tokens=False).ids == [504, 3575, 282, 4649, 314]
     assert inner.encode("Hello world 1234 it's").ids == [19556, 905, 216, 33, 34, 35, 36, 357, 506]
+
+
+READ = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+READ |= {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
+READ |= {"TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
+"""What the package decodes in version 0.19."""
+
+
+@pytest.mark.parametrize("form", package.GGMLQuantizationType, ids=lambda form: form.name)
+def test_a_file_with_a_tensor_of_any_type_is_read_as_the_package_does_or_refused_by_type_and_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: package.GGMLQuantizationType
+) -> None:
+    gate, written = "blk.0.ffn_gate.weight", list[Any]()
+    shape = config(hidden_size=256, intermediate_size=256, num_layers=1)
+    rng, (block, width) = np.random.default_rng(0), package.GGML_QUANT_SIZES[form]
+    quantize = package.quants.quantize
+
+    def blocks(numbers: Any, kind: Any) -> Any:
+        """Random blocks, of whose scales none is infinite."""
+        if kind != form or numbers.shape != (256, 256):
+            return quantize(numbers, kind)
+        some = rng.integers(0, 256, (4 * 256 * 256 // block, width), dtype=np.uint8)
+        if form.name in READ:
+            with np.errstate(all="ignore"):
+                dense = package.quants.dequantize(some, form).reshape(len(some), block)
+            some = some[(np.abs(dense) < 1e30).all(1)]
+        written.append(some[: 256 * 256 // block].reshape(256, -1))
+        return written[0]
+
+    monkeypatch.setattr(
+        gguf_writer, "_kind", lambda name, *how: form if name == gate else package.GGMLQuantizationType.F32
+    )
+    monkeypatch.setattr(package.quants, "quantize", blocks)
+    monkeypatch.setattr(gguf_writer, "_check_range", lambda *_: None)
+    made(tmp_path / "a.gguf", shape)
+    if form.name in READ:
+        found = gguf.read(tmp_path / "a.gguf").tensors.get("model.layers.0.mlp.gate_proj.weight", torch.float32)
+        assert found is not None
+        assert torch.equal(found, torch.from_numpy(package.quants.dequantize(written[0], form)))
+        return
+    with pytest.raises(CheckpointError, match=f"{gate} has the number format {form.name}, which") as caught:
+        gguf.read(tmp_path / "a.gguf")
+    assert set(caught.value.hint.partition("Bloomery reads ")[2].rstrip(".").split(", ")) == READ
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])

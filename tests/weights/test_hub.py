@@ -8,10 +8,14 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.core.errors import CheckpointError, UnreachableError
+from bloomery.model.config import Lora
 from bloomery.weights import hf, locate
 from tests.data import hub_server
 from tests.model.made import SHAPES
 from tests.weights.test_export import saved, told
+from tests.weights.test_peft import adapted, logits_of, renamed_base
+
+import torch
 
 NAME = Path("hub:me/tiny")
 
@@ -56,6 +60,31 @@ def test_only_files_that_are_needed_are_fetched_once_and_open_offline(
     assert not server.asked()
     with pytest.raises(UnreachableError, match="is not in the cache"):
         locate.locate_model(Path("hub:me/other"))
+
+
+def test_adapters_find_their_base_of_a_hub_in_the_cache_and_never_fetch_it(
+    server: hub_server.Hub, tmp_path: Path
+) -> None:
+    server.put("me/tiny", files(tmp_path / "model"))
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    renamed_base(folder, "me/tiny")
+    with pytest.raises(CheckpointError, match="needs the base model me/tiny, which is neither in the cache") as caught:
+        hf.load(folder)
+    assert "run: hf download me/tiny\n" in caught.value.hint
+    assert not server.asked()
+    base = locate.locate_model(NAME)
+    server.forget()
+    assert hf.base_of(folder) == base
+    renamed_base(folder, str(tmp_path / "model"))
+    expected = logits_of(hf.load(folder).model)
+    for more in ({}, {"revision": None}, {"revision": "main"}, {"revision": base.name}):
+        renamed_base(folder, "me/tiny", **more)
+        assert torch.equal(logits_of(hf.load(folder).model), expected)
+    renamed_base(folder, "me/tiny", revision="v2")
+    with pytest.raises(CheckpointError, match="needs the base model me/tiny") as caught:
+        hf.load(folder)
+    assert "run: hf download me/tiny --revision v2\n" in caught.value.hint
+    assert not server.asked()
 
 
 def test_a_full_disk_refuses_only_what_is_not_in_the_cache(

@@ -232,8 +232,49 @@ def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, but this one is"):
         hf.load(folder)
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="needs a base model that is not at"):
+    with pytest.raises(CheckpointError, match=r"needs the base model \.\./base, which is not at"):
         hf.load(folder)
+
+
+def renamed_base(folder: Path, name: str, **more: Any) -> None:
+    """Adapters as PEFT alone leaves them, whose base has another name."""
+    for own in ("bloomery.json", "SHA256SUMS"):
+        (folder / own).unlink(missing_ok=True)
+    facts = json.loads((folder / ADAPTER_CONFIG).read_text()) | {"base_model_name_or_path": name} | more
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize("start", ["adapters", "work", "absolute"])
+def test_the_base_of_adapters_is_looked_for_from_their_folder_and_then_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    model, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    moved = {"adapters": folder / "models" / "base", "work": Path("models/base").resolve()}
+    moved["absolute"] = tmp_path / "elsewhere" / "base"
+    shutil.move(tmp_path / "base", moved[start])
+    renamed_base(folder, str(moved[start]) if start == "absolute" else "models/base")
+    assert hf.base_of(folder) == moved[start]
+    assert close(logits_of(hf.load(folder).model), logits_of(model))
+    if start == "work":  # the folder of the adapters goes first
+        hf.save(folder / "models" / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
+        assert hf.base_of(folder) == folder / "models" / "base"
+
+
+@pytest.mark.parametrize("name", ["models/tiny", "./models", "../models/tiny", "a/b/c", "gpt2"])
+def test_a_base_that_is_nowhere_is_an_error_with_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    monkeypatch.chdir(tmp_path)
+    renamed_base(folder, name)
+    with pytest.raises(CheckpointError) as caught:
+        hf.load(folder)
+    assert f"needs the base model {name}" in caught.value.what
+    assert str((folder / name).resolve()) in caught.value.what
+    assert str((tmp_path / name).resolve()) in caught.value.what
+    assert (f"hf download {name}\n" in caught.value.hint) == (name in ("models/tiny", "gpt2"))
 
 
 def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:

@@ -7,17 +7,23 @@ applies wherever nobody sets another: in chat, over HTTP, in evaluation, and in 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
 from bloomery.core.errors import DataError
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What data sets and chat templates call the reasoning of a message: Qwen3 the first, gpt-oss the last."""
 
 
 class Message(TypedDict):
     role: Role
     content: str
+    reasoning: NotRequired[str]
+    """What an assistant thinks before it answers. Only some chat templates write it."""
+    train: NotRequired[bool]
+    """False: no token of the message is in the loss."""
 
 
 class ToolMessage(Message, total=False):

@@ -565,10 +565,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_size
         query_width, key_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q = Linear(config.hidden_size, query_width, bias=config.biases != "none")
-        self.k = Linear(config.hidden_size, key_width, bias=config.biases != "none")
-        self.v = Linear(config.hidden_size, key_width, bias=config.biases != "none")
-        self.out = Linear(query_width, config.hidden_size, bias=config.biases == "all")
+        self.q = Linear(config.hidden_size, query_width, bias=config.biased("qkv"))
+        self.k = Linear(config.hidden_size, key_width, bias=config.biased("qkv"))
+        self.v = Linear(config.hidden_size, key_width, bias=config.biased("qkv"))
+        self.out = Linear(query_width, config.hidden_size, bias=config.biased("out"))
         self.norm_width = config.qk_norm_over == "width"
         widths = (query_width, key_width) if self.norm_width else (self.head_dim, self.head_dim)
         self.q_norm, self.k_norm = (rms_norm(config, width) if config.qk_norm else None for width in widths)

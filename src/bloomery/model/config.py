@@ -207,6 +207,8 @@ AttentionKind = Literal["standard", "differential"]
 FeedForwardKind = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
 GATED: tuple[FeedForwardKind, ...] = ("swiglu", "geglu", "geglu_tanh")
 """Feed-forwards with three matrices."""
+BIASED = {"none": (), "qkv": ("qkv",), "attention": ("qkv", "out"), "mlp": ("mlp",), "all": ("qkv", "out", "mlp")}
+"""Matrices of a block that have biases, by `biases`."""
 Window = Context | Literal["full"]
 
 
@@ -281,8 +283,11 @@ class ModelConfig(Config):
     """RMSNorm on the queries and keys of each head, before RoPE."""
     qk_norm_over: Literal["head", "width"] = "head"
     """Whether that norm is taken over each head, or over all heads together (OLMo 2)."""
-    biases: Literal["none", "qkv", "all"] = "none"
-    """Biases of linear layers: none, only queries, keys and values, or all with LayerNorm. The head never has one."""
+    biases: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
+    """
+    Biases of linear layers: none, those of queries, keys and values, of attention, of the MLP, or all with LayerNorm.
+    The head never has one.
+    """
     tie_embeddings: bool = True
     """Whether the head is the embedding, transposed."""
     normalize_head: bool = False
@@ -297,6 +302,10 @@ class ModelConfig(Config):
     def rotary_size(self) -> int:
         """How many numbers of a head RoPE rotates."""
         return int(self.head_size * self.partial_rotary_factor)
+
+    def biased(self, matrices: Literal["qkv", "out", "mlp"]) -> bool:
+        """Whether queries, keys and values, the output of attention, or the MLP have biases."""
+        return matrices in BIASED[self.biases]
 
     def rotates(self, number: int) -> bool:
         """Whether layer `number` has RoPE."""
@@ -439,9 +448,10 @@ def _vectors(config: ModelConfig, attention: AttentionKind, mlp: FeedForwardKind
     normed = config.num_heads + config.num_kv_heads if config.qk_norm_over == "width" else 2
     heads = normed * E if config.qk_norm and config.norm_affine else 0
     pairs = 4 * E + (2 * E if config.norm_affine else 0) if attention == "differential" else 0
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * E if config.biases != "none" else 0
-    others = 2 * config.hidden_size + M + (M if _is_gated(mlp) else 0) if config.biases == "all" else 0
-    return heads + pairs + qkv + others
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * E if config.biased("qkv") else 0
+    out = config.hidden_size if config.biased("out") else 0
+    feed_forward = config.hidden_size + M + (M if _is_gated(mlp) else 0) if config.biased("mlp") else 0
+    return heads + pairs + qkv + out + feed_forward
 
 
 def _attended(config: ModelConfig, attention: AttentionKind, window: Window) -> float:

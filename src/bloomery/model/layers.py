@@ -202,7 +202,7 @@ def build_mlp(config: ModelConfig, layer: int) -> GatedMLP | MLP:
     """The feed-forward that a config asks for in a layer."""
     kind = config.layer(layer)[2]
     mlp_class = GatedMLP if kind in GATED else MLP
-    return mlp_class(config.hidden_size, config.intermediate_size, kind, config.biases == "all")
+    return mlp_class(config.hidden_size, config.intermediate_size, kind, config.biased("mlp"))
 
 
 Rotation = tuple[Float[Tensor, "b 1 T R"], Float[Tensor, "b 1 T R"]]  # b is 1 where all rows have the same positions

@@ -39,7 +39,7 @@ from bloomery.stages.config import Instruct, start_digest
 from bloomery.tokenizer.chat_template import TEMPLATES, ChatRenderer, Rendered, Renderer, special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-VERSION = 4
+VERSION = 5
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_TOKENS = 600
@@ -388,7 +388,7 @@ def fit(
     if best is None:
         return ReadError("too_long", 0, f"its first answer does not end within {sequence_length} tokens")
     if not any(best.mask):
-        return ReadError("nothing_to_learn", 0, "no token of it is in the loss: its assistant says nothing")
+        return ReadError("nothing_to_learn", 0, "no token of it is in the loss: its assistant says nothing that counts")
     return best, answers[fitting - 1]
 
 

@@ -202,6 +202,8 @@ def fit(renderer: ChatRenderer, row: JudgedRow, context: int) -> tuple[AnswerPai
             continue
         if np.array_equal(answers[0].ids, answers[1].ids):
             return ReadError("same_answer", 0, "the two answers are the same as the template writes them")
+        if not all(answer.mask.any() for answer in answers):
+            return ReadError("nothing_to_learn", 0, "no token of the chosen or of the rejected answer is in the loss")
         return answers, cut > 0
     return ReadError("too_long", 0, f"the last message before the answers and one of these take over {context} tokens")
 

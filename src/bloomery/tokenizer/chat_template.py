@@ -88,6 +88,8 @@ class Template:
                 return index, f"has the role {message['role']!r}, and the template {self.name!r} has {shown}"
             if index and message["role"] in self.only_first:
                 return index, f"is of the {message['role']}, which in the template {self.name!r} can only come first"
+            if "reasoning" in message:
+                return index, f"has reasoning, which the template {self.name!r} does not write: {REASONING_FIX}"
         return None
 
     def jinja(self) -> str:
@@ -187,6 +189,7 @@ class TooLongError(DataError):
 
 
 SHORTER = "Start a new conversation, or remove the oldest messages."
+REASONING_FIX = "remove it, or use a model whose own template writes it"
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ class Renderer:
     def _written(self, messages: Sequence[Message], max_tokens: int | None = None) -> "_Line":
         check_messages(messages)
         if problem := self.template.trouble(messages):
-            hint = "Set another instruct.chat_template, or remove such messages."
+            hint = "Set another instruct.chat_template, or change such messages."
             raise DataError(problem[1], where=f"message {problem[0] + 1}", hint=hint)
         template, line = self.template, _Line(self.tokenizer, self.template, self._special, max_tokens)
         line.put(template.opening)
@@ -290,8 +293,9 @@ class Renderer:
             role, content = message["role"], template.content(message)
             line.put(template.before(role))
             if role == "assistant":
-                line.say(template.lead + content)
-                line.put(template.end, says=1)
+                learned = int(message.get("train", True))
+                line.say(template.lead + content, learned)
+                line.put(template.end, learned)
             else:
                 line.hear(content)
                 line.put(template.ends_with(role))
@@ -333,9 +337,9 @@ class _Line:
     def hear(self, content: str) -> None:
         self._text += content
 
-    def say(self, content: str) -> None:
+    def say(self, content: str, says: int) -> None:
         self._flush()
-        self._add(content, 1)
+        self._add(content, says)
 
     @property
     def rendered(self) -> Rendered:

@@ -19,7 +19,7 @@ from bloomery.core.errors import CheckpointError, DataError
 from bloomery.core.log import info
 from bloomery.core.records import RECIPE, find_manifest, read_record
 from bloomery.weights import gguf, locate, peft
-from bloomery.weights.opened import GGUF_SUFFIX, is_adapter
+from bloomery.weights.opened import ADAPTER_CONFIG, GGUF_SUFFIX, is_adapter
 
 CARD = "README.md"
 DATA_CARD, REPORT = "data_card.md", "report.json"
@@ -59,7 +59,8 @@ def provenance(folder: Path, license: str | None = None) -> Provenance:
     run = stage.parent if stage is not None and (stage.parent / RECIPE).is_file() else None
     base = _base(stage) if run is not None and stage is not None else folder
     if run is None and is_adapter(folder):
-        base = (folder / Path(peft.read(folder).base).expanduser()).resolve()
+        adapter = peft.read(folder)
+        base = locate.named_model(folder / ADAPTER_CONFIG, adapter.base, adapter.revision)
     known = license or (None if base is None else license_of(base))
     report = _report(run, stage) if run is not None and stage is not None else {}
     return Provenance(

@@ -280,7 +280,8 @@ class _Header:
             kind, block, width = _kind(number)
             if kind is None or not _is_read(kind):
                 label = number if kind is None else kind.name
-                hint = "Use the same model in another number format, for example Q8_0 or Q4_K_M."
+                known = ", ".join(one.name for one in gguf.GGMLQuantizationType if _is_read(one))
+                hint = f"Use the same model in another number format. Bloomery reads {known}."
                 what = f"{name} has the number format {label}, which Bloomery does not read"
                 raise CheckpointError(what, where=str(self.file), hint=hint)
             if 0 in shape or shape[-1] % block:

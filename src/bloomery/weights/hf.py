@@ -46,14 +46,14 @@ from bloomery.tokenizer.chat_template import (
     renderer_named,
     special_tokens,
 )
-from bloomery.tokenizer.jinja_template import MAX_TEMPLATE, JinjaRenderer
+from bloomery.tokenizer.jinja_sandbox import MAX_TEMPLATE
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights import safetensors
+from bloomery.weights import locate, safetensors
 from bloomery.weights.architectures import TABLES, Architecture, WeightMapping, gathered
 from bloomery.weights.opened import (
     ADAPTER_CONFIG,
-    GGUF_SUFFIX,
     NumberFormat,
     OpenedModel,
     StoredWeights,
@@ -72,7 +72,8 @@ from bloomery.weights.opened import (
 )
 from bloomery.weights.opened import CONFIG as CONFIG
 from bloomery.weights.opened import LoadFormat as LoadFormat
-from bloomery.weights.safetensors import INDEX, SHARD_BYTES, Tensors, is_pickled, rounded, save_sharded
+from bloomery.weights.opened import is_model as is_model
+from bloomery.weights.safetensors import SHARD_BYTES, Tensors, rounded, save_sharded
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 
@@ -390,7 +391,9 @@ def language(path: Path) -> ModelLanguage:
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
     if is_adapter(path):
-        _, own, below = _base(path, _base_named(path))
+        from bloomery.weights import peft
+
+        _, own, below = _base(path, peft.read(path))
         shape, rows = config_of(below)
         return stretched(shape, own), rows
     opened = opened_model(path)
@@ -560,17 +563,6 @@ def template_of(folder: Path) -> Template | None:
     return TEMPLATES[name]
 
 
-def is_model(folder: Path) -> bool:
-    """
-    Whether a folder holds a model, or adapters for one, be it one that is refused when it is read; or whether a file
-    is a GGUF file.
-    """
-    if folder.is_file():
-        return folder.suffix == GGUF_SUFFIX
-    weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
-    return ((folder / CONFIG).is_file() and weights) or is_adapter(folder)
-
-
 def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     """
     Read the weights of a model folder into a model, where it is. Raises CheckpointError where they were not made from
@@ -688,7 +680,7 @@ def _adapter_and_base(folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any]
     from bloomery.weights import peft
 
     adapter = peft.read(folder)
-    facts, own, base_folder = _base(folder, adapter.base)
+    facts, own, base_folder = _base(folder, adapter)
     if facts:
         _same("base", own["digest"], digest(base_folder), folder)
     return adapter, facts, own, base_folder, language(base_folder)
@@ -713,7 +705,9 @@ def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
 
 def base_of(folder: Path) -> Path:
     """The model that the adapters of a folder adapt. Raises CheckpointError where it is not there."""
-    return _base(folder, _base_named(folder))[2]
+    from bloomery.weights import peft
+
+    return _base(folder, peft.read(folder))[2]
 
 
 def num_rows(folder: Path) -> int:
@@ -726,20 +720,15 @@ def context(folder: Path) -> int:
     return config_of(folder)[0].context_length
 
 
-def _base_named(folder: Path) -> str:
-    """The base of adapters as PEFT's file names it. Raises CheckpointError where the adapters cannot be read."""
-    from bloomery.weights import peft
-
-    return peft.read(folder).base
-
-
 def _base(
-    folder: Path, named: str, above: frozenset[Path] = frozenset()
+    folder: Path, adapter: Any, above: frozenset[Path] = frozenset()
 ) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """
     What adapters were made from where they are ours, what they adapt, and where that lies. `above` are folders of
     adapters of these. Raises CheckpointError where adapters end at no model.
     """
+    from bloomery.weights import peft
+
     facts: dict[str, Any] = {}
     if (folder / LINEAGE).exists():
         facts = {**read_file(folder / LINEAGE, SavedLineage)}
@@ -750,16 +739,16 @@ def _base(
                 where=str(folder / LINEAGE),
                 hint=hint,
             )
-    own = facts.get(BASE, {"folder": named, "kept_as": "float32"})
-    base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
+    own = facts.get(BASE, {"kept_as": "float32"})
+    if facts:
+        base_folder = locate.named_model(folder / LINEAGE, own["folder"])
+    else:
+        base_folder = locate.named_model(folder / ADAPTER_CONFIG, adapter.base, adapter.revision)
     if is_adapter(base_folder) and base_folder in (above := above | {folder.resolve()}):
         hint = f"Set the folder of the base model in {ADAPTER_CONFIG if not facts else LINEAGE}."
         raise CheckpointError("is its own base model, directly or through other adapters", where=str(folder), hint=hint)
-    if not is_model(base_folder):
-        hint = f"Copy the base model there, or set its folder in {ADAPTER_CONFIG if not facts else LINEAGE}."
-        raise CheckpointError(f"needs a base model that is not at {base_folder}", where=str(folder), hint=hint)
     if is_adapter(base_folder):
-        _base(base_folder, _base_named(base_folder), above)
+        _base(base_folder, peft.read(base_folder), above)
     return facts, own, base_folder
 
 

@@ -6,6 +6,7 @@ the other, or alternating head by head. Llama, Mistral, Qwen2 and Qwen3 differ i
 and keys only. Other architectures (architectures.py) read and write what they share with Llama by the functions here.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,6 +160,8 @@ LLAMA_PATTERNS = (
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 """Our feed-forward, and what transformers calls the function of its gate."""
+BIASES = {(False, False): "none", (True, False): "attention", (False, True): "mlp", (True, True): "all"}
+"""`biases` of ours, by attention_bias and mlp_bias."""
 
 Allowed = dict[str, Callable[[ModelConfig], bool]]
 
@@ -252,8 +255,8 @@ def describe_llama(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": GATES[config.mlp[0]],
-        "attention_bias": config.biases == "all",
-        "mlp_bias": config.biases == "all",
+        "attention_bias": config.biased("out"),
+        "mlp_bias": config.biased("mlp"),
     }
     if (scaling := config.rope_scaling) is not None:
         said = {"rope_type": scaling.kind} | scaling.model_dump(exclude={"kind"}, exclude_none=True)
@@ -282,8 +285,6 @@ def llama_tree(facts: Mapping[str, Any]) -> dict[str, Any]:
     if (act := facts.get("hidden_act", "silu")) not in acts:
         raise ValueError(f"hidden_act {act!r} is not one of {', '.join(acts)}")
     heads = facts["num_attention_heads"]
-    if bool(facts.get("attention_bias")) != bool(facts.get("mlp_bias")):
-        raise ValueError("attention_bias and mlp_bias must be equal")
     theta, scaling = _rope(facts)
     tree = {
         "hidden_size": facts["hidden_size"],
@@ -297,7 +298,7 @@ def llama_tree(facts: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": facts.get("rms_norm_eps", 1e-6),
         "tie_embeddings": facts.get("tie_word_embeddings", False),
         "mlp": acts[act],
-        "biases": "all" if facts.get("attention_bias") else "none",
+        "biases": BIASES[bool(facts.get("attention_bias")), bool(facts.get("mlp_bias"))],
     }
     head_dim = facts.get("head_dim")
     if head_dim and head_dim * heads != tree["hidden_size"]:
@@ -316,8 +317,15 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         return theta, None
     original = said.pop("original_max_position_embeddings", None)
     said.pop("partial_rotary_factor", None)  # its reader is rotary_share
-    if kind not in ("linear", "llama3", "yarn") or said.keys() & {"mscale", "mscale_all_dim"}:
-        raise ValueError(f"rope_scaling of the type {kind!r} ({', '.join(said)}) is not one of linear, llama3, yarn")
+    if kind == "dynamic" and said.keys() <= {"factor"}:
+        return theta, None  # θ changes only beyond max_position_embeddings, which is the context here
+    if kind not in ("linear", "llama3", "yarn"):
+        known = "linear, llama3, yarn, dynamic with a factor alone"
+        raise ValueError(f"rope_scaling of the type {kind!r} ({', '.join(said)}) is not one of {known}")
+    scales = [said.pop(name, None) for name in ("mscale", "mscale_all_dim")] if kind == "yarn" else []
+    if all(scales) and scales and said.get("attention_factor") is None:  # as DeepSeek says the attention factor
+        above, below = (0.1 * scale * math.log(max(1.0, said["factor"])) + 1 for scale in scales)
+        said["attention_factor"] = above / below
     if said.pop("truncate", True) is not True:
         raise ValueError("yarn without truncation is not supported")
     if kind != "linear":
@@ -416,7 +424,7 @@ LLAMA = Architecture(
         "hidden_size": lambda config: config.hidden_size % config.num_heads == 0,
         "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
         "qk_norm": lambda config: not config.qk_norm,
-        "biases": lambda config: config.biases in ("none", "all"),
+        "biases": lambda config: config.biases != "qkv",
     },
     describe_llama,
     read_llama,

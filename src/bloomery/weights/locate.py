@@ -26,10 +26,12 @@ from bloomery.core.errors import CheckpointError, DataError, RunError, Unreachab
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import CURRENT, RECIPE, read_manifest
-from bloomery.weights.hf import is_model
+from bloomery.weights.opened import CONFIG, is_model
 
 PREFIX = HUB
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
+NAMED = re.compile(rf"(?:{PREFIX})?((?:\w[\w.-]*/)?\w[\w.-]*)(?:@([\w./-]+))?")
+"""What adapters may call a model of a hub; old names have no owner, such as gpt2."""
 SPELLED = "Write hub:OWNER/NAME, hub:OWNER/NAME@REVISION, or hub:OWNER/NAME/FILE.gguf."
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
 """Files at the top of a repository that a model may consist of, and its card, which states the license."""
@@ -81,6 +83,30 @@ def fetched(name: str) -> Path:
     path = Path(folder) / model.file if model.file else Path(folder)
     _verify(path, name)
     return path
+
+
+def named_model(file: Path, named: str, revision: str | None = None) -> Path:
+    """
+    The base model that a file of adapters names: a path from the folder of that file or from the working directory, or
+    OWNER/NAME of a hub in the cache. Nothing is fetched. Raises CheckpointError where it is in none of these places.
+    """
+    folder, below = file.parent, Path(named.removeprefix(PREFIX)).expanduser()
+    paths = dict.fromkeys(((folder / below).resolve(), below.resolve()))
+    if (found := next(filter(is_model, paths), None)) is not None:
+        return found
+    where, at = str(folder), " or ".join(map(str, paths))
+    hint = f"Copy the base model there, or set its folder in {file.name}."
+    if (match := NAMED.fullmatch(named)) is None or ".." in named:
+        raise CheckpointError(f"needs the base model {named}, which is not at {at}", where=where, hint=hint)
+    repository, revision = match[1], match[2] or revision
+    client = importlib.import_module("huggingface_hub")
+    cached = client.try_to_load_from_cache(repository, CONFIG, revision=revision)
+    if isinstance(cached, str) and is_model(Path(cached).parent):
+        _verify(Path(cached).parent, named)
+        return Path(cached).parent
+    command = shlex.join(["hf", "download", repository, *(["--revision", revision] if revision else [])])
+    what = f"needs the base model {named}, which is neither in the cache of the hub nor at {at}"
+    raise CheckpointError(what, where=where, hint=f"If it is a model of the hub, run: {command}\n{hint}")
 
 
 def _needed(name: str, model: HubModel, listed: Any) -> list[str]:

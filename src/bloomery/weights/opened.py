@@ -25,7 +25,7 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, spread
-from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
+from bloomery.weights.safetensors import INDEX, UNROUNDED, WEIGHTS, TensorReader, Tensors, is_pickled, rounded
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,17 @@ def opened_model(path: Path) -> OpenedModel:
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds LoRA adapters, as PEFT writes them."""
     return (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file()
+
+
+def is_model(folder: Path) -> bool:
+    """
+    Whether a folder holds a model, or adapters for one, be it one that is refused when it is read; or whether a file
+    is a GGUF file.
+    """
+    if folder.is_file():
+        return folder.suffix == GGUF_SUFFIX
+    weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
+    return ((folder / CONFIG).is_file() and weights) or is_adapter(folder)
 
 
 def again(folder: Path) -> str:

@@ -50,6 +50,7 @@ class AdapterConfig(TypedDict):
 
     peft_type: str
     base_model_name_or_path: RecordPath
+    revision: NotRequired[str | None]
     lora_alpha: Alpha
     alpha_pattern: NotRequired[dict[str, Alpha] | None]
     use_rslora: NotRequired[bool | None]
@@ -61,13 +62,15 @@ class Adapter:
     """What lies in a folder of adapters."""
 
     base: str
-    """The folder of the model that it changes, as it is written there."""
+    """The folder of the model that it changes, or its name on a hub, as it is written there."""
     scales: Mapping[str, float]
     """s of each matrix, by transformers' name of the matrix."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A and B, by the same name."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     """Lengths of the rows, by the same name; of DoRA, for every matrix."""
+    revision: str | None = None
+    """Of the base, where it is a model of a hub."""
 
 
 def save(
@@ -144,7 +147,7 @@ def read(folder: Path) -> Adapter:
         )
     for name, lengths in magnitudes.items():
         finite(f"{name}.{MAGNITUDE}", lengths, str(folder / ADAPTER_WEIGHTS), _AGAIN)
-    return Adapter(base, scales, pairs, magnitudes)
+    return Adapter(base, scales, pairs, magnitudes, facts.get("revision"))
 
 
 def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> Callable[[str, Tensor], Tensor]:

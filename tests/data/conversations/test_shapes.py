@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bloomery.data.chat import formats
-from bloomery.data.chat.formats import ChatFormat, Fields
+from bloomery.data.chat.formats import ChatFormat, Conversation, Fields
 from bloomery.data.readers.bytes import ReadError
 
 U, A, S, T = "user", "assistant", "system", "tool"
@@ -89,6 +89,37 @@ def test_a_row_of_each_shape_is_told_by_its_fields_and_read(
     found = formats.READ[shape](row, Fields())
     assert not isinstance(found, ReadError), found.what
     assert [(message["role"], message["content"]) for message in found] == expected
+
+
+MARKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"weight": 1, "train": True, "reasoning": ""}, {}),
+    ({"weight": None, "train": None, "reasoning_content": None, "thinking": []}, {}),
+    ({"weight": 0}, {"train": False}),
+    ({"weight": 0.0, "train": True}, {"train": False}),
+    ({"train": False}, {"train": False}),
+    ({"training": False, "thinking": "So."}, {"train": False, "reasoning": "So."}),
+    ({"reasoning_content": [{"type": "text", "text": "Hm."}], "reasoning": "Hm."}, {"reasoning": "Hm."}),
+]
+
+
+@pytest.mark.parametrize(("marks", "more"), MARKED)
+def test_marks_of_the_loss_and_reasoning_are_read_whatever_they_are_called(
+    marks: dict[str, Any], more: dict[str, Any]
+) -> None:
+    plain = {"role": U, "content": "a", "weight": 0, "train": None, "reasoning": None}
+    row = {"messages": [plain, {"role": A, "content": "b"} | marks]}
+    assert formats.READ["messages"](row, Fields()) == [
+        {"role": U, "content": "a"},
+        {"role": A, "content": "b"} | more,
+    ]
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | marks]}
+    assert formats.READ["sharegpt"](row, Fields()) == [{"role": U, "content": "a"}, {"role": A, "content": "b"} | more]
+
+
+def test_the_text_of_a_conversation_holds_its_reasoning() -> None:
+    said = formats.READ["messages"]({"messages": [{"role": A, "content": "b", "thinking": "a"}]}, Fields())
+    assert not isinstance(said, ReadError)
+    assert Conversation(said, "s", "1", "f:1").text == "a\nb"
 
 
 def test_a_list_that_is_held_as_json_text_is_that_list() -> None:
@@ -199,7 +230,43 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is text, but its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
     ("pairs", {"prompt": "What is this?", "completion": "A cat.", "images": ["a.png"]}, "not_text", "field 'images'"),
-    ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "excludes it from training"),
+    (
+        "messages",
+        {"messages": [{"role": A, "content": "a", "weight": 0.5}]},
+        "bad_mark",
+        "has weight 0.5; it must be 0",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": A, "content": "a", "train": "no"}]},
+        "bad_mark",
+        "1 of the assistant has train",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": U, "content": "a", "train": True}]},
+        "bad_mark",
+        "1 of the user has train True",
+    ),
+    ("messages", {"messages": [{"role": U, "content": "a", "thinking": "b"}]}, "bad_mark", "of the user has thinking"),
+    (
+        "messages",
+        {"messages": [{"role": A, "content": "a", "reasoning": {"x": 1}}]},
+        "not_text",
+        "reasoning of message 1",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": A, "content": "a", "thinking": "b\0"}]},
+        "binary",
+        "thinking of message 1 holds a",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "a", "thinking": "b", "reasoning": "c"}]},
+        "bad_mark",
+        "message 1 of the assistant has reasoning and thinking; only an assistant has one of them",
+    ),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
     ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown_role", "has the role 'narrator'"),
     (

@@ -5,8 +5,8 @@ A format is a function from a row to messages. The recipe names the format of a 
 fits a format decides (`detected`).
 
 Nothing is guessed within a row. Three problems reject a row, and the rejected row carries the problem. The first is
-a role that no table names. The second is a content part that is not text. The third is a message that its data set
-marks as excluded from the loss.
+a role that no table names. The second is a content part that is not text. The third is a mark or a reasoning that
+only messages of assistants can have.
 
 All formats share the conversion of messages: their text, tool calls, and lists that are stored as JSON text.
 
@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from bloomery.core.chat import Message, Role, bad_character
+from bloomery.core.chat import REASONING, Message, Role, bad_character
+from bloomery.core.errors import shorten
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
 
@@ -46,7 +47,8 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        return "\n".join(message["content"] for message in self.messages)
+        said = ((message.get("reasoning"), message["content"]) for message in self.messages)
+        return "\n".join(text for texts in said for text in texts if text is not None)
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,36 @@ def message_of(
     role = roles.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         return ReadError("unknown_role", number, f"message {number} has the role {said!r}; known: {', '.join(roles)}")
-    if role == "assistant" and element.get("weight") == 0:
-        what = f"message {number} is an assistant message with weight 0: its data set excludes it from training"
-        return ReadError("weight_zero", number, what)
     content = text_of(joined(element.get(text_key)), f"message {number}", element.get(text_key) is None and calls != "")
     if isinstance(content, ReadError):
         return content
-    return Message(role=role, content="\n".join(part for part in (content, calls) if part))
+    message = Message(role=role, content="\n".join(part for part in (content, calls) if part))
+    return _marked(message, element, number) or message
+
+
+LOSS_MARKS = ("train", "training", "weight")
+"""Fields of a message that say whether it is in the loss, as axolotl and OpenAI's finetuning have them."""
+
+
+def _marked(message: Message, element: ChatRow, number: int) -> ReadError | None:
+    """Add to a message what its row says of reasoning and loss, or say what is wrong with that."""
+    whose, answers = f"message {number}", message["role"] == "assistant"
+    marks = {name: element[name] for name in LOSS_MARKS if element.get(name) is not None}
+    for name, mark in marks.items():
+        if mark not in (0, 1) or (mark and not answers):
+            what = f"{whose} of the {message['role']} has {name} {shorten(repr(mark))}; it must be 0 or false"
+            return ReadError("bad_mark", number, f"{what}, or for an assistant 1 or true")
+    if answers and not all(marks.values()):
+        message["train"] = False
+    thoughts = {name: element[name] for name in REASONING if element.get(name) not in (None, "", [])}
+    for name, thought in thoughts.items():
+        text = text_of(joined(thought), f"{name} of {whose}")
+        if isinstance(text, ReadError):
+            return text
+        if not answers or message.setdefault("reasoning", text) != text:
+            what = f"{whose} of the {message['role']} has {' and '.join(thoughts)}; only an assistant has one of them"
+            return ReadError("bad_mark", number, what)
+    return None
 
 
 def joined(content: Any) -> Any:

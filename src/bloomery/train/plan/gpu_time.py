@@ -191,8 +191,8 @@ def _activation_bytes(model: ModelConfig, b: int, program: Program, again: bool)
         turned = 2 * b * heads if model.rotates(number) or model.qk_norm else 0
         forward = norms * (2 * r + 2 * b) * D + turned + (3 if gated else 2) * b * M
         backward = norms * (3 * r + 2 * b) * D + 3 * b * D + turned + (5 if gated else 3) * b * M
-        if model.biases == "all":
-            backward += b * (heads + model.num_kv_heads * model.head_size + 2 * D + M)
+        backward += b * (heads + model.num_kv_heads * model.head_size + D) * model.biased("out")
+        backward += b * (D + M) * model.biased("mlp")
         total += (2 if again else 1) * forward + backward
     return total * (1.0 if program.compiled else EAGER)
 
