@@ -33,7 +33,7 @@ class SampledText(Config):
     chat_template: TemplateName = "bloomery"
     """The chat template whose special tokens it holds. A recipe takes it from `instruct.chat_template`."""
     gpt2: DiskPath | None = None
-    """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
+    """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: `$BLOOMERY_SHARED/data/tokenizer`."""
 
     def packages(self) -> tuple[str, ...]:
         return (*DATA, "py3langid") if self.languages == "langid" else DATA
