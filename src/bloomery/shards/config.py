@@ -25,7 +25,7 @@ class ImportedShards(Config):
 
     folder: DiskPath
     """The folder of token files. `train` and `val` in their names distinguish training from validation."""
-    document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits a token")] | None = None
+    document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits per token")] | None = None
     """The token between documents. None: the tokenizer's."""
     headerless: Literal["uint16", "uint32"] | None = None
     """Number type of files without a header, such as nanoGPT's. Those of 1386.ai have it in their meta.yaml."""

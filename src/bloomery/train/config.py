@@ -249,7 +249,7 @@ StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
 
 
 def trained_tokens(global_batch_tokens: int, context: int) -> int:
-    """Of so many tokens a step, those that are trained: whole rows, at least one."""
+    """Of so many tokens per step, those that are trained: whole rows, at least one."""
     return max(1, global_batch_tokens // context) * context
 
 

@@ -59,7 +59,8 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
     version = (host.read("sys/module/amdgpu/version") or "").strip()
     value = f"amdgpu{f' {version}' if version else ''} in kernel {kernel or 'unknown'}"
     if kernel and numbers(kernel)[:2] < oldest:
-        value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs kernel {'.'.join(map(str, oldest))} or newer"
+        targets = ", ".join(sorted({gpu.target for gpu in facts.amd}))
+        value = f"{value}; {targets} needs kernel {'.'.join(map(str, oldest))} or newer"
         hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then reboot"
         yield Finding(id="amd-driver", status="fail", value=value, hint=hint)
         return
@@ -254,7 +255,10 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
         value = f"GPU errors: {len(lines)}; latest: {lines[-1].strip()[-100:]}"
         hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # also install a newer kernel; then reboot"
         if "NVRM" in lines[-1]:
-            hint = "sudo ubuntu-drivers install   # installs a newer driver; then reboot. If errors return, check the card, its power and its slot"
+            hint = (
+                "sudo ubuntu-drivers install   # installs a newer driver; then reboot. "
+                "If errors return, check the card, its power and its slot"
+            )
         yield Finding(id="kernel-log", status="warn", value=value, hint=hint)
 
 

@@ -43,7 +43,7 @@ LEAST_SHM_BYTES = GIB
 SCARCE_DISK_BYTES, LEAST_DISK_BYTES = 10 * GIB, GIB
 SCARCE_MEMORY_BYTES = 4 * GIB
 SLOW_DISK, SLOW_MEMORY = 50e6, 2e9
-"""Bytes a second. Such a disk takes 30 s for a checkpoint of 1.5 GB. With such memory, a CPU is too slow to train."""
+"""Bytes per second. Such a disk takes 30 s for a checkpoint of 1.5 GB. With such memory, a CPU is too slow to train."""
 MEASURE_LIMIT_SECONDS = 30.0
 
 
@@ -56,7 +56,7 @@ def python_version(facts: MachineFacts) -> Iterator[Finding]:
 def processor(facts: MachineFacts) -> Iterator[Finding]:
     fast = sorted(cpu_features(facts.host) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"})
     dtype = "bfloat16" if fast_bf16(facts.host) else "float32"
-    value = f"{_threads(facts) or 'unknown'} threads, computes in {dtype} ({', '.join(fast) or 'no wide vector instructions'})"
+    value = f"{_threads(facts) or 'unknown'} threads, computes in {dtype} ({', '.join(fast) or 'no vector extensions'})"
     yield Finding(id="cpu", status="ok", value=value)
 
 
@@ -104,7 +104,7 @@ def _measure(facts: MachineFacts, what: str, *arguments: str) -> CommandResult:
 
 
 def _rate(reply: CommandResult) -> float | None:
-    """Bytes a second; None where it was not measured."""
+    """Bytes per second; None where it was not measured."""
     rate = merged(reply).get("bytes_per_second")
     return float(rate) if rate else None
 
