@@ -419,7 +419,7 @@ def trained(report: Report) -> list[object]:
 def by_kind(report: Report) -> list[object]:
     rows: list[list[object]] = []
     if at(report, "answers", "n") == 0:
-        return [note("This run has no questions about the toy worlds of the demo.")]
+        return [note("This run has no questions about the small worlds of the demo.")]
     for kind, scores in named(report, "answers", "by_kind").items():
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])

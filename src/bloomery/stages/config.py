@@ -372,8 +372,8 @@ class Shard(Parallel):
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """
-    Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them. At most
-    a tenth: tokenizers never train on that tenth, so any smaller share is safe.
+    Share of documents for validation, at most 0.1. A hash of their text selects them. The model never trains on them.
+    The tokenizer always leaves out a full tenth of the documents, so you can change the share freely.
     """
     anneal: Anneal | None = None
     """A second mix, which `pretrain` reads last."""
@@ -430,7 +430,7 @@ class Instruct(Conversations):
     start_from: DiskPath | None = None
     """Model whose tokenizer and chat template are used. Not set: `finetune.start_from`, or else [tokenizer]."""
     val_fraction: InnerShare = 0.02
-    """Share of conversations for validation, chosen by hash of their messages."""
+    """Share of conversations for validation, chosen by a hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the report shows, with the text in the loss in color."""
     chat_template: TemplateName | None = None

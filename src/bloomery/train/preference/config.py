@@ -97,7 +97,7 @@ class Prefer(Training, Adapters):
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from, for all losses except grpo, which names its questions itself."""
     val_fraction: InnerShare = 0.05
-    """Share of the questions for validation. The hash of a question decides."""
+    """Share of questions for validation, chosen by a hash of each question."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
     schedule: Schedule = Field(LinearSchedule(warmup_steps=5), validate_default=True)
     eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
