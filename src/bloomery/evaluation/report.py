@@ -408,8 +408,10 @@ def headline(report: Report) -> list[object]:
     known = [(name, number(bits.get(key)), key != "model") for key, name in RIVALS.items()]
     rows = [Bar(name, value, decimal(value), quiet=quiet) for name, value, quiet in known]
     chart = charts.bars("Bits per byte of validation text", rows, axis="bits per byte (lower is better)")
-    over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} validation documents."
-    return [tag("div", *tiles, class_="tiles"), chart, note(over, " They are the scores of the pretrained model.")]
+    over = (
+        f"Measured on {charts.size(bits.get('bytes'))} of text in {count(bits.get('documents'))} validation documents"
+    )
+    return [tag("div", *tiles, class_="tiles"), chart, note(over, ", with the pretrained model.")]
 
 
 def trained(report: Report) -> list[object]:
@@ -493,7 +495,7 @@ SOURCES = (
     ("Answers, bits per byte, leaks, samples, this report", "evaluate", "report.json"),
     ("Benchmarks, by question", "evaluate", "tasks.jsonl"),
     *(("Training curves", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune", "prefer")),
-    ("Mix", "shard", "manifest.json"),
+    ("Data mix", "shard", "manifest.json"),
     ("Conversations", "instruct", "report.html, rejected.jsonl, dropped.jsonl"),
     ("Read and rejected documents", "fetch", "manifest.json, rejected/"),
     ("Dropped documents", "filter", "manifest.json, dropped/"),
