@@ -35,7 +35,7 @@ class DomainWeight(Config):
     domain: str
     """The domain."""
     weight: Weight
-    """Share of the mix, relative to the other weights."""
+    """Weight of the domain: its share of the mix, relative to the other domains."""
     max_epochs: Annotated[float, Between(1e-6, 1e4, "it counts repetitions")] = 4.0
     """Maximum number of times that a document of this domain occurs."""
 

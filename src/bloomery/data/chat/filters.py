@@ -220,7 +220,7 @@ class Refusal(Filtering):
 
     kind: Literal["refusal"] = "refusal"
     openings: Literal["both", "refusals", "hedges"] = "both"
-    """Which openings drop a conversation."""
+    """Openings of an answer that drop the conversation."""
     opening_characters: PositiveLength = 160
     """How much of an answer counts as its opening."""
 
@@ -311,7 +311,7 @@ class Spam(Filtering):
     max_repeated: Share = 0.5
     """Maximum share of an answer that is repetition."""
     min_words: PositiveLength = 30
-    """Links and repetitions are looked for in answers of so many words and more."""
+    """Minimum number of words of an answer in which the filter looks for links and repetitions."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
         phrases = SPAM.findall(conversation.text)

@@ -44,7 +44,7 @@ class Folder(FileSource):
     patterns: tuple[str, ...] = ("*.txt", "*.md")
     """Patterns of file names to read."""
     recursive: bool = True
-    """Whether folders below it are read too."""
+    """Whether to read subfolders too."""
 
     def names(self) -> tuple[str, ...]:
         return self.patterns
@@ -116,7 +116,7 @@ class StandardLibrary(SourceBase):
     subset: Literal["code", "docs"]
     """The source code, or the documentation."""
     exclude: tuple[str, ...] = stdlib.EXCLUDED
-    """Patterns of file and folder names that are left out."""
+    """Patterns of file and folder names to skip."""
     license: str | None = "PSF-2.0"
 
 
