@@ -65,7 +65,7 @@ class SentencePiece(SampledText):
     """
     SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) decodes to a space.
 
-    No normalization, no space put before a text, white space kept as it is.
+    It does not normalize text, adds no space before it, and keeps white space.
     """
 
     kind: Literal["sentencepiece"] = "sentencepiece"
@@ -102,7 +102,7 @@ def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] 
 
 
 class Imported(SampledText):
-    """An existing tokenizer. It keeps its token IDs; the special tokens that it lacks come after."""
+    """An existing tokenizer. It keeps its token IDs. Missing special tokens get the IDs after them."""
 
     kind: Literal["import"] = "import"
     path: DiskPath

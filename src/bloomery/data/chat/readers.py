@@ -150,7 +150,7 @@ class ChatHub(Shaped, AtHub):
 
 
 class ChatPreset(Shaped, AtHub):
-    """A well-known data set with its files, shape, cap and license, from presets.toml; what is set here wins."""
+    """A well-known data set with its files, shape, cap and license, from presets.toml. Your own keys override them."""
 
     kind: Literal["preset"] = "preset"
     preset: ChatPresetName

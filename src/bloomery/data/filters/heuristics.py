@@ -65,7 +65,7 @@ class Length(FilterBase):
 
 class Characters(FilterBase):
     """
-    Broken encodings, and documents of something other than words.
+    Broken encodings, and documents with too many characters other than letters.
 
     The measures are similar to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits
     are our own.
@@ -99,9 +99,9 @@ ELLIPSES = ("...", "…")
 
 class Lines(FilterBase):
     """
-    Lists, menus, teasers and cut lines, by the share of lines that look so.
+    Lists, menus, teasers and truncated lines, by their share of the lines.
 
-    Only lines with text count, without the white space around them. The lists of marks are wider than those of the
+    Only lines with text count, without the white space around them. The lists of marks are longer than those of the
     sources. All limits are loose until a recipe sets them.
 
     Sources of the line limits: Rae et al. 2021, A1.1 (arXiv 2112.11446); Raffel et al. 2020, 2.2 (arXiv 1910.10683);

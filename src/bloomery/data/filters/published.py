@@ -321,7 +321,7 @@ class FineWeb(FilterBase):
     """
     Lists, menus and broken lines. Source: Penedo et al. 2024, The FineWeb Datasets, 3.6 (arXiv 2406.17557).
 
-    Lines are those that hold more than white space, as they are. The paper gives 0.1 for characters in duplicate
+    Only lines with text count, including the white space around them. The paper gives 0.1 for characters in duplicate
     lines; the published corpus was made with 0.01, which is the default here.
     """
 

@@ -34,7 +34,7 @@ COMMENT = re.compile(r"\s*(#|//|/\*|\*|--|;|%|\"\"\"|'''|<!--)")
 
 
 class FieldIs(Config):
-    """A field other than the text has a value in a range, or one of a list of values."""
+    """A field of the row has a value in a range, or a value from a list."""
 
     kind: Literal["field"] = "field"
     field: str
@@ -98,7 +98,7 @@ class LineCount(Config):
 
 
 class CodeLines(Config):
-    """Enough of the nonblank lines are code: they do not begin like a comment of any known language."""
+    """Enough lines with text are code: they do not begin like a comment of any known language."""
 
     kind: Literal["code_lines"] = "code_lines"
     at_least: Share = 0.3

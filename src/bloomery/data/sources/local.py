@@ -51,7 +51,7 @@ class Folder(FileSource):
 
 
 class Jsonl(TableSource):
-    """Files of JSON objects, one a line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
+    """Files with one JSON object per line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: DiskPath
@@ -59,7 +59,7 @@ class Jsonl(TableSource):
 
 
 class Parquet(TableSource):
-    """Parquet files, one document a row. `path` may hold wildcards."""
+    """Parquet files, with one document per row. `path` may hold wildcards."""
 
     kind: Literal["parquet"] = "parquet"
     path: DiskPath

@@ -335,7 +335,7 @@ class Remote(Fetched):
 
 
 class PresetSource(FromHub):
-    """A well-known corpus with its fields, limits and license, from presets.toml. Keys that you set here win."""
+    """A well-known corpus with its fields, limits and license, from presets.toml. Your own keys override them."""
 
     kind: Literal["preset"] = "preset"
     preset: SourcePresetName
