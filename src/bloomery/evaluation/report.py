@@ -8,7 +8,7 @@ The sections are:
 
     training       loss, the gradients of each layer, and time, during the training of a model
     preferences    margins or rewards, during training, and before and after it
-    tasks          results of known tasks with their intervals, clean and contaminated
+    tasks          results of benchmarks with their intervals, clean and dirty
     conversations  how many, how long, what is in the loss and what was dropped; results
                    on validation conversations, before and after finetuning
 
