@@ -100,7 +100,7 @@ def cpu_hours() -> dict[str, str]:
     gpt2 = [case for case in step["notes"]["cases"] if case["threads"] == 2 and not case["size"].startswith("small")]
     notes = target["notes"]
     steps, _, seconds, _ = notes["curves"]["ours"][-1]
-    rows = {  # parameters, tokens a second, cores
+    rows = {  # parameters, tokens per second, cores
         "demo": (4.0e6, tokens / demo["notes"]["seconds_by_stage"]["pretrain"], 2),
         "answers": (
             answers["pretrain"]["parameters"],

@@ -375,6 +375,7 @@ def commands() -> str:
             for inner, parser in verbs(top[name]).items():
                 lines += command(f"bloomery {name} {inner}", parser, "####")
     lines += ["## Exit codes", "", *table(("Code", "Meaning"), TABLES["commands"]["exit_codes"])]
+    lines += ["## Environment variables", "", *table(("Variable", "Effect"), TABLES["commands"]["variables"])]
     return page("Commands", lines, *TABLES["commands"]["see_also"])
 
 

@@ -65,7 +65,7 @@ def converse(page: Page, questions: Sequence[str], model: str | None, temperatur
         page.get_by_label("Model").select_option(model)
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill(str(temperature))
-    page.get_by_label("Longest answer").fill(str(longest))
+    page.get_by_label("Maximum answer length").fill(str(longest))
     page.get_by_text("Settings").click()
     for number, question in enumerate(questions, 1):
         page.get_by_label("Your message").fill(question)

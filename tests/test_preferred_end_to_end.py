@@ -37,6 +37,6 @@ def test_what_is_preferred_is_what_is_evaluated_and_found_and_nothing_before_it_
     assert place.run("finetune.lora.rank=2", *DRAWS) == 0
     report = json.loads((place.stage("evaluate") / "report.json").read_text())
     assert report["preference"]["method"] == "grpo"
-    assert "Reward: answers that are right" in (place.stage("evaluate") / "report.html").read_text()
+    assert "Reward: correct answers" in (place.stage("evaluate") / "report.html").read_text()
     assert place.run("finetune.lora.rank=2") == 0
     assert place.stage("evaluate") == before["evaluate"]

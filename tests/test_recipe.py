@@ -151,7 +151,7 @@ def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_w
     runs = ["--runs", str(tmp_path / "runs")]
     assert cli.main(["run", str(text_only), *runs, "--until", "shard"]) == 0
     root = tmp_path / "runs" / "text"
-    assert "The mix" in (root / "report.html").read_text()
+    assert "Data mix" in (root / "report.html").read_text()
     assert json.loads((root / "data_card.json").read_text())["mix"]["prose"]["tokens"] > 0
     capsys.readouterr()
     assert cli.main(["status", str(root), "--json"]) == 0
@@ -239,7 +239,7 @@ def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_as
     assert "skipped 'quality'" in err
     kept = next((tmp_path / "runs" / "one").glob("03-filter-*")) / "kept"
     assert [row["score"] for row in documents.read(kept, ["score"])] == [None]
-    assert "quality was left out: the part" in (tmp_path / "runs" / "one" / "report.html").read_text()
+    assert "quality was skipped: the part" in (tmp_path / "runs" / "one" / "report.html").read_text()
     own = ["run", str(tmp_path / "runs" / "one" / "recipe.toml"), "--runs", str(tmp_path / "again"), "--until", "shard"]
     assert cli.main(own) == 0
     assert "skipped 'quality'" in capsys.readouterr().err

@@ -39,7 +39,7 @@ class SamplingOptions(TypedDict, total=False):
     """How tokens are sampled, in the names and limits of OpenAI's chat completions."""
 
     max_tokens: int
-    """Of the answer. Default: 256."""
+    """Maximum length of the answer in tokens. Default: 256."""
     temperature: float
     """From 0 (the most likely token) to 2. Default: 0.7."""
     top_k: int
@@ -47,13 +47,13 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     """Sample from the fewest tokens whose probabilities add up to p. Default: 1."""
     seed: int
-    """Without it, every answer is another."""
+    """Seed for sampling. Without a seed, answers differ."""
     stop: str | Sequence[str]
-    """The answer ends before the first of these texts."""
+    """The answer ends before the first occurrence of one of these texts."""
 
 
 class Model:
-    """A model that is loaded. `load` makes it."""
+    """A loaded model, which `load` returns."""
 
     def __init__(self, name: str, loaded: "Loaded") -> None:
         from bloomery.serve.models import answerer_of
@@ -75,15 +75,15 @@ class Model:
         return self._loaded.model.config
 
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> str:
-        """The continuation of a text, without a chat template. Raises what `stream` does."""
+        """Continue a text, without a chat template. Raises the same errors as `stream`."""
         return "".join(self.stream(prompt, **options))
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Iterator[str]:
         """
-        The continuation of a text in pieces, as the model generates them. The prompt opens a document, as in
-        pretraining; the continuation ends where the model ends the document or its turn.
+        Continue a text, and yield pieces as the model generates them. The prompt begins a document, as in pretraining.
+        The continuation ends when the model ends the document or its turn.
 
-        Raises DataError for an option out of its limits, and for a prompt that fills the context.
+        Raises DataError for an option outside its range, and for a prompt that fills the context.
         """
         asked = self._checked([{"role": "user", "content": prompt}], options)
         answer = self._answerer.continuation(asked.messages[0]["content"], asked.sampling)
@@ -107,11 +107,11 @@ class Model:
         self, messages: str | Iterable[Mapping[str, Any]], *, stream: bool = False, **options: Unpack[SamplingOptions]
     ) -> str | Iterator[str]:
         """
-        The answer to a conversation, with the chat template that the model was trained with: what `bloomery chat`
-        answers with the same seed, temperature and max_tokens. `messages` is a question, or a list of
-        `{"role": "user", "content": "…"}`. With `stream`, the answer comes in pieces.
+        Answer a conversation, with the model's chat template. `bloomery chat` gives the same answer for the same seed,
+        temperature and max_tokens. `messages` is a question, or a list of `{"role": "user", "content": "…"}`. With
+        `stream`, returns an iterator over pieces of the answer.
 
-        Raises DataError for a message without role or content, an option out of its limits, and a conversation that
+        Raises DataError for a message without role or content, an option outside its range, and a conversation that
         fills the context.
         """
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
@@ -122,11 +122,11 @@ class Model:
 
     def logits(self, text: str | Sequence[int]) -> "Tensor":
         """
-        Logits (T, V), float32, on the model's device: row t is about the token after the first t + 1 token IDs. V is
-        the size of the vocabulary. A text becomes `[tokenizer.document_id, *tokenizer.encode(text)]`, as in
-        `generate`. A downloaded model has its own opening, or none. T of token IDs is their number.
+        Logits (T, V) in float32 on the model's device, for T token IDs and a vocabulary of size V. Row t predicts the
+        token after the first t + 1 token IDs. A text becomes `[tokenizer.document_id, *tokenizer.encode(text)]`, as in
+        `generate`. A downloaded model has its own first token, or none.
 
-        Raises DataError for no token ID, one outside the vocabulary, and more than the context takes.
+        Raises DataError for an empty list, a token ID outside the vocabulary, and more token IDs than the context.
         """
         import torch
 
@@ -154,11 +154,11 @@ class Model:
 
 def load(model: PathText, *, device: "DeviceChoice" = "auto", dtype: "LoadFormat" = "auto") -> Model:
     """
-    Load a model, as `bloomery chat` takes it: a run folder, a stage folder, a checkpoint folder, a model folder of
-    Hugging Face, a GGUF file, or "hub:OWNER/NAME". `dtype` is the number format of its weights in memory; "auto" is
-    that of the file.
+    Load a model. `model` is the same as for `bloomery chat`: a run folder, a stage folder, a checkpoint folder, a model
+    folder of Hugging Face, a GGUF file, or "hub:OWNER/NAME". `dtype` is the number format of the weights in memory.
+    "auto" is the format of the file.
 
-    Raises CheckpointError where no model is there or it is damaged, and HardwareError without the device.
+    Raises CheckpointError if the model is missing or damaged, and HardwareError if the device is missing.
     """
     from bloomery.hw import device as devices
     from bloomery.weights import hf, locate
@@ -175,16 +175,17 @@ class Run:
     """A run folder."""
 
     folder: Path
+    """Path of the run folder."""
 
     @property
     def stages(self) -> dict[str, Path]:
-        """Stage -> folder, of the recipe that ran last. Stages that have not run have no folder yet."""
+        """The folder of each stage of the last recipe that ran. Stages that have not run are missing."""
         from bloomery.core import records
 
         return records.stage_folders(self.folder)
 
     def model(self, *, device: "DeviceChoice" = "auto") -> Model:
-        """Load the model that the run has trained, as `load` does."""
+        """Load the trained model of the run, as `load` does."""
         return load(self.folder, device=device)
 
 
@@ -197,11 +198,12 @@ def run(
     only: str | None = None,
 ) -> Run:
     """
-    Run a recipe: a TOML file, or the same as a dict. Stages that are done stay. `settings` replace values of the
-    recipe; `until` is the last stage, `only` the single one. Progress goes to stderr, as that of `bloomery run`.
+    Run a recipe: a TOML file, or a dict of its sections. Stages that are up to date do not run again. `settings`
+    override the recipe. `until` is the last stage to run, and `only` is the single stage to run. Progress goes to
+    stderr, as with `bloomery run`.
 
-    Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors for what stops a stage. Ctrl-C saves
-    what is to be saved, and raises KeyboardInterrupt; the same call resumes.
+    Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors if a stage fails. Ctrl-C saves the state
+    of training and raises KeyboardInterrupt. The same call resumes.
     """
     from bloomery.core import log
     from bloomery.core.signals import INTERRUPTED, Terminated
@@ -240,10 +242,10 @@ def plan(
     power_watts: float | None = None,
 ) -> dict[str, Any]:
     """
-    What a recipe needs before it runs, as `bloomery plan --json`: stages, parameters, memory, time. Writes nothing.
+    Estimate what a recipe needs, as `bloomery plan --json`: stages, parameters, memory and time. Writes no files.
 
-    `device` ("mi300x"), its `memory_bytes` and the number of `devices` say for which machine; default: this one.
-    `price` an hour and `power_watts` are those of all devices together.
+    By default, the plan is for this machine. To plan for another machine, pass `device` ("mi300x"), its
+    `memory_bytes` or the number of `devices`. `price` (per hour) and `power_watts` are for all devices together.
     """
     from bloomery import cli
     from bloomery.recipe import STAGES
@@ -270,8 +272,8 @@ def plan(
 
 def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
     """
-    How far a run is, as `bloomery status --json`: {"run", "done", "pid", "running", "stages"}. With `verify`, every
-    file is compared with its sha256. Raises RunError where the folder is no run folder.
+    Progress of a run, as `bloomery status --json`: {"run", "done", "pid", "running", "stages"}. `verify` compares every
+    file with its SHA-256. Raises RunError if the folder is not a run folder.
     """
     from bloomery.core import run_dir
 
@@ -310,30 +312,30 @@ def _overrides(settings: Settings | None) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A document that was not kept."""
+    """A dropped document."""
 
     index: int
-    """In the input, from 0."""
+    """Position in the input, from 0."""
     reason: str
-    """As in `result.json`: the rule ("length.too_short"), "exact", "near", "decontaminate.TASK", "empty", …"""
+    """The rule ("length.too_short"), "exact", "near", "decontaminate.TASK", "empty", …, as in `result.json`."""
     value: float | None = None
-    """What the rule saw; of a near-duplicate, its Jaccard similarity to the document that was kept."""
+    """What the rule measured. For a near duplicate: the Jaccard similarity to the kept document."""
     duplicate_of: int | None = None
-    """Of a duplicate: the index of the document that was kept."""
+    """For a duplicate: the index of the kept document."""
 
 
 @dataclass(frozen=True)
 class Selection(Generic[D]):
-    """What a data tool keeps, and what it drops."""
+    """The documents that a data tool keeps and drops."""
 
     kept: D
-    """Of the input's type, in its order. A text that a rule has changed (masked, shortened) is the new one."""
+    """Kept documents, with the type and order of the input. Rules can change (mask, shorten) their text."""
     kept_indices: list[int]
-    """Of `kept` in the input."""
+    """Positions of `kept` in the input."""
     dropped: list[Dropped]
-    """In the order of the input."""
+    """Dropped documents, in the order of the input."""
     reasons: dict[str, int]
-    """Reason -> number of dropped documents."""
+    """The number of dropped documents for each reason."""
 
 
 def filter(
@@ -345,10 +347,10 @@ def filter(
     workers: int = 1,
 ) -> Selection[D]:
     """
-    Keep documents that pass rules, as `bloomery data filter`.
+    Keep documents that pass all rules, as `bloomery data filter`.
 
-    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`; without it, the preset "gopher" is
-    applied. Raises DataError for documents that are none, and ConfigError for rules or settings that are none.
+    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`. The default is the preset "gopher". Raises
+    DataError for invalid documents, and ConfigError for invalid rules or settings.
     """
     overrides = [*([] if rules is None else [("rules", rules)]), *_overrides(settings)]
     return _tool("filter", documents, overrides, text_field, workers)
@@ -358,9 +360,10 @@ def dedup(
     documents: D, settings: Settings | None = None, *, text_field: str = "text", workers: int = 1
 ) -> Selection[D]:
     """
-    Keep one of all exact and near copies, as `bloomery data dedup`: the longest, and of equally long ones the first.
+    Keep one document of each group of exact or near duplicates, as `bloomery data dedup`. It is the longest, or the
+    first of several with the same length.
 
-    `settings` are those of a recipe's [dedup], as `{"threshold": 0.7}`. Raises as `filter` does.
+    `settings` are keys of [dedup], such as `{"threshold": 0.7}`. Raises the same errors as `filter`.
     """
     return _tool("dedup", documents, _overrides(settings), text_field, workers)
 
@@ -376,11 +379,11 @@ def decontaminate(
     workers: int = 1,
 ) -> Selection[D]:
     """
-    Drop documents that hold text of evaluation tasks, as `bloomery data decontaminate`.
+    Drop documents that contain questions of evaluation tasks, as `bloomery data decontaminate`.
 
-    `texts` are questions themselves, `files` are files of tasks (jsonl, parquet) or folders of them, and `tasks` are
-    names of tasks that `bloomery eval` has. Texts of fewer than 4 words are not looked for (`min_question_words`).
-    Raises as `filter` does, and ConfigError where nothing is looked for.
+    `texts` are questions, `files` are jsonl or parquet files of tasks or folders of such files, and `tasks` are names
+    of tasks of `bloomery eval`. Questions of fewer than 4 words are skipped (`min_question_words`). Raises the same
+    errors as `filter`, and ConfigError without any question.
     """
     for name, value in (("files", files), ("tasks", tasks)):
         if isinstance(value, str):

@@ -299,7 +299,7 @@ def _model_verbs(verbs: Any) -> None:
     verb = _verb(
         verbs,
         "eval",
-        "score a model on known tasks, or on validation questions of the demo",
+        "score a model on benchmarks, or on validation questions of the demo",
         "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
         reports=True,
     )
@@ -367,7 +367,7 @@ def _dtype_argument(verb: argparse.ArgumentParser) -> None:
 
 def _task_arguments(verb: argparse.ArgumentParser) -> None:
     """Of `eval`, where it asks tasks of the table in docs/understand/evaluation.md."""
-    asked = _group(verb, "known tasks", "eval runs/demo --task hellaswag --limit 200 --num-fewshot 5")
+    asked = _group(verb, "benchmarks", "eval runs/demo --task hellaswag --limit 200 --num-fewshot 5")
     names = "a task, for example hellaswag; may be given several times"
     asked.add_argument("--task", action="append", default=[], metavar="NAME", help=names)
     files = "file of a task, or a folder with files (default: from the hub)"

@@ -56,7 +56,7 @@ def test_what_is_learned_is_marked_and_nothing_else() -> None:
     made = section(page(report()), "samples")
     checked = Checked(made)
     assert checked.count("mark", "learned") == 1 + 2, "the legend, the answer and its end"
-    assert "8 of 700 tokens in the loss, the first 600 shown" in checked.seen
+    assert "8 of 700 tokens in the loss; the first 600 are shown" in checked.seen
     assert INJECTED in checked.seen
     assert INJECTED not in made
 
@@ -73,5 +73,5 @@ def test_a_report_of_which_parts_are_missing_is_a_page() -> None:
         Checked(page({key: value for key, value in whole.items() if key != name}))
         for odd in ODD:
             Checked(page({**whole, name: odd}))
-    assert "The run rejected nothing" in Checked(page({})).seen
+    assert "No row was rejected or dropped" in Checked(page({})).seen
     assert json.dumps(whole) == json.dumps(report()), "nothing in it was changed"

@@ -41,7 +41,7 @@ def test_a_report_shows_margins_on_the_way_and_before_and_after() -> None:
         "validation",
     ):
         assert told in page, told
-    assert "Reward: answers that are right" not in page
+    assert "Reward: correct answers" not in page
 
 
 def test_a_report_without_the_stage_says_nothing_of_it() -> None:

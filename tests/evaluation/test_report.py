@@ -248,9 +248,9 @@ def test_a_run_that_asked_no_questions_tells_of_its_conversations_instead() -> N
     }
     nothing = {"n": 0, "exact": 0.0, "ended": 0.0, "interval": [0.0, 1.0], "by_kind": {}}
     page = section(render({**full(), "answers": nothing, "conversations": talks}), "headline")
-    assert "Answers exactly right" not in page
+    assert "Exactly correct answers" not in page
     assert "Leaks" not in page
-    for shown in ("75%", "of 40 in validation conversations; 95% interval 60% to 86%", "1.250 bits"):
+    for shown in ("75%", "of 40, before the token limit; 95% interval 60% to 86%", "1.250"):
         assert shown in page
     assert "no questions about" in section(render({**full(), "answers": nothing}), "answers")
 
@@ -273,7 +273,7 @@ def test_a_classifier_is_shown_with_all_that_is_known_of_it() -> None:
     seen = Checked("<section " + page + "</section>").seen
     for shown in ("0.9871", "95.1%", "94.2%", "0.0213", "Calibration", "Precision and recall", "low scores are kept"):
         assert shown in seen
-    assert seen.count("Just kept: the 20 nearest the threshold") == 2
+    assert seen.count("Just kept: the 20 documents nearest the threshold") == 2
     quality, toxicity = page.split("toxicity:")
     assert quality.index("return") < quality.index("click")
     assert toxicity.index("click") < toxicity.index("return")

@@ -16,9 +16,9 @@ def cells(page: str) -> list[ElementTree.Element]:
 
 def test_the_page_tells_of_speed_memory_bits_and_time() -> None:
     seen = text_of(*training(full()))
-    for told in ("41.2%", "812.3 MB", "Its bits per byte", "forward and backward", "Size of an update"):
+    for told in ("41.2%", "812.3 MB", "Last validation bits per byte", "forward and backward", "Update size"):
         assert told in seen, told
-    assert "What went wrong on the way" in seen
+    assert "Problems during training" in seen
     assert seen.index("step 800") < seen.index("step 700")  # of what it wrote, the latest first
 
 

@@ -458,21 +458,21 @@ TROUBLES = {
     "kernel too old": Trouble(
         "strix-halo-tuned",
         "amd-driver: fail",
-        "gfx1151 needs 6.11",
+        "gfx1151 needs kernel 6.11",
         "linux-generic-hwe",
         files={"proc/sys/kernel/osrelease": "6.8.0-90-generic\n"},
     ),
     "GPU hung": Trouble(
         "strix-halo-tuned",
         "kernel-log: warn",
-        "GPU errors: 1; the last: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
+        "GPU errors: 1; latest: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
         "linux-firmware",
         replies={"--quiet": CommandResult(code=0, out=LOG)},
     ),
     "NVIDIA fell off the bus": Trouble(
         "nvidia", "kernel-log: warn", "Xid", "ubuntu-drivers", replies={"--quiet": CommandResult(code=0, out=XID)}
     ),
-    "older option": Trouble(
+    "obsolete option": Trouble(
         "strix-halo-tuned",
         "gttsize: warn",
         "amdgpu.gttsize=131072 is obsolete",
@@ -486,17 +486,17 @@ TROUBLES = {
         "torch[device-gfx1151]",
         replies={"torch": sees("2.11.0+rocm7.0", target="gfx1151", hip="7.0.51831")},
     ),
-    "tools of a distribution": Trouble(
+    "ROCm tools of the distribution": Trouble(
         "strix-halo-tuned",
         "rocminfo: warn",
-        "rocminfo says gfx1150; the kernel says gfx1151",
+        "rocminfo reports gfx1150, but the kernel reports gfx1151",
         "apt purge rocminfo",
         replies={"rocminfo": CommandResult(code=0, out=ROCMINFO.format(target="gfx1150"))},
     ),
-    "two lists": Trouble(
+    "two lists that differ": Trouble(
         "mi300x",
         "visible-devices: warn",
-        "the first variable takes effect",
+        "only the first variable has an effect",
         "unset CUDA_VISIBLE_DEVICES",
         env={"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"},
     ),
@@ -507,17 +507,17 @@ TROUBLES = {
         "unset CUDA_VISIBLE_DEVICES",
         env={"CUDA_VISIBLE_DEVICES": ""},
     ),
-    "number beyond": Trouble(
+    "number of a GPU that does not exist": Trouble(
         "mi300x", "visible-devices: fail", "8 are", "unset ROCR_VISIBLE_DEVICES", env={"ROCR_VISIBLE_DEVICES": "7,8"}
     ),
-    "number beyond those that are left": Trouble(
+    "number beyond the GPUs that are left": Trouble(
         "mi300x",
         "visible-devices: fail",
-        "names a missing GPU: 2 are visible",
+        "names a GPU that does not exist: 2 are visible",
         "unset HIP_VISIBLE_DEVICES",
         env={"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4"},
     ),
-    "no number": Trouble(
+    "not a number": Trouble(
         "strix-halo-tuned",
         "visible-devices: fail",
         "neither a number nor a name",
@@ -531,21 +531,21 @@ TROUBLES = {
         "unset HIP_VISIBLE_DEVICES",
         env={"HIP_VISIBLE_DEVICES": "0,0,-1"},
     ),
-    "a line of another shell": Trouble(
+    "a line for another shell": Trouble(
         "strix-halo-tuned",
         "allocator: warn",
-        "torch refuses",
+        "torch accepts only",
         "unset PYTORCH_CUDA_ALLOC_CONF",
         env={"PYTORCH_CUDA_ALLOC_CONF": "set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"},
     ),
-    "quota": Trouble(
+    "CPU quota": Trouble(
         "no-gpu",
         "cpu-quota: warn",
         "allows 1 of 2 threads",
         "export OMP_NUM_THREADS=1",
         files={"sys/fs/cgroup/cpu.max": "100000 100000\n"},
     ),
-    "products at a seventh": Trouble(
+    "matmuls at a seventh of their speed": Trouble(
         "strix-halo-tuned",
         "speed: warn",
         "15% of the 33.5 TFLOP/s that others measured and 82% of 256 GB/s",
@@ -569,10 +569,10 @@ TROUBLES = {
         "Close other programs",
         replies={"memory": told({"bytes_per_second": 0.9e9})},
     ),
-    "driver's nodes absent": Trouble(
+    "driver's device nodes missing": Trouble(
         "nvidia",
         "nvidia-driver: fail",
-        "absent: /dev/nvidia-uvm",
+        "missing: /dev/nvidia-uvm",
         "docker run --gpus all",
         files={".dockerenv": ""},
         without=("dev/nvidia-uvm",),
@@ -580,25 +580,25 @@ TROUBLES = {
     "no driver": Trouble(
         "nvidia",
         "nvidia-driver: fail",
-        "without its driver",
+        "no driver for the NVIDIA GPU",
         "ubuntu-drivers install",
         without=("proc/driver/nvidia/version",),
     ),
     "NaN in 4 bits": Trouble(
         "strix-halo-tuned",
         "package-bitsandbytes: warn",
-        "computes NaN on AMD",
+        "returns NaN on AMD",
         "pip uninstall -y bitsandbytes",
         packages={"bitsandbytes": "0.49.2"},
     ),
-    "attention for CUDA": Trouble(
+    "flash-attn for CUDA": Trouble(
         "mi300x",
         "package-flash-attn: warn",
         "was built for CUDA",
         "pip uninstall -y flash-attn",
         packages={"flash_attn": "2.8.3+cu13torch2.13"},
     ),
-    "two torches": Trouble(
+    "two torch installations": Trouble(
         "no-gpu",
         "torch-twice: fail",
         "two installations overlap",

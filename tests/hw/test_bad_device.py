@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "reference" / "doctor.md"
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FAULTS = [
     ("launch", "unwritten", "aten.add.out", "leaves 100% of its output unwritten"),
-    ("launch", "hang", "aten.add.out", "did not end in time at sum"),
+    ("launch", "hang", "aten.add.out", "timed out at sum"),
     ("matmul", "zeros", "aten.mm.out", "NN: returns zeros"),
     ("matmul", "unwritten", "aten.mm.out", "NN: leaves 100% of its output unwritten"),
     ("matmul", "nan", "aten.mm.out", "NN: returns NaN"),
@@ -27,7 +27,7 @@ FAULTS = [
     ("attention-flash", "nan", f"{FLASH}_backward.", "heads of 64, gradient of q: returns NaN"),
     ("rms-norm-torch", "zeros", "rsqrt", "norm: returns zeros"),
     ("cross-entropy-torch", "flip", "_log_softmax_backward_data", "gradient of s: has the wrong sign"),
-    ("training", "flip", "_log_softmax_backward_data", "where it should halve"),
+    ("training", "flip", "_log_softmax_backward_data", "but must halve"),
 ]
 
 

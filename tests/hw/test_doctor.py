@@ -133,7 +133,7 @@ def test_each_trouble_is_told_with_its_hint(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("files", "words", "hint"),
     [
-        ({}, "without its compute driver", "modprobe amdgpu"),
+        ({}, "no compute driver for the AMD GPU", "modprobe amdgpu"),
         ({"proc/cmdline": "root=/dev/sda1 nomodeset\n"}, "nomodeset", "s/ nomodeset//"),
         (BLACKLIST, "/etc/modprobe.d/blacklist-amd.conf forbids it", "/blacklist amdgpu/d"),
         ({".dockerenv": ""}, "in this container", "--device=/dev/kfd"),
@@ -149,8 +149,8 @@ def test_a_driver_that_is_not_there_says_why(tmp_path: Path, files: dict[str, st
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"HIP_VISIBLE_DEVICES": "0"}, "and the only visible GPU"),
-        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "gfx1036 is an integrated GPU, next to the card gfx1201"),
+        ({"HIP_VISIBLE_DEVICES": "0"}, "only the integrated GPU gfx1036 is visible, not the card gfx1201"),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "the integrated GPU gfx1036 is visible, next to the card gfx1201"),
         ({"ROCR_VISIBLE_DEVICES": "0"}, "unset ROCR_VISIBLE_DEVICES; export HIP_VISIBLE_DEVICES=1"),
         ({"HIP_VISIBLE_DEVICES": "1"}, None),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, None),
@@ -168,8 +168,8 @@ def test_the_small_gpu_beside_a_card_is_told_while_it_is_let_through(
 @pytest.mark.parametrize(
     ("version", "status", "words"),
     [
-        ("11.0.0", "fail", "11.0.0 stands for gfx1100; the kernel says gfx1151"),
-        ("99.99.99", "fail", "99.99.99 stands for no target"),
+        ("11.0.0", "fail", "11.0.0 means gfx1100, but the kernel reports gfx1151"),
+        ("99.99.99", "fail", "99.99.99 means no target"),
         ("11.5.1", "warn", ""),
     ],
 )
@@ -192,7 +192,7 @@ def test_an_override_of_a_chip_without_kernels_of_its_own_is_a_warning(tmp_path:
     ("reply", "words"),
     [
         (CommandResult(code=-11), "signal 11"),
-        (CommandResult(code=None), "in time"),
+        (CommandResult(code=None), "timed out"),
         (CommandResult(code=1, err="x\nImportError: no lib"), "lib"),
     ],
 )
@@ -255,12 +255,12 @@ def test_device_nodes_that_are_absent_or_closed_fail(tmp_path: Path) -> None:
     host = replace(host, nodes=closed, user=User(number=1000, groups=frozenset({992})))
     finding = examined(host)["amd-device-nodes"]
     assert finding.status == "fail"
-    assert finding.value == "closed to this user: /dev/dri/renderD128 (of group video)"
+    assert finding.value == "no permission: /dev/dri/renderD128 (group video)"
     assert finding.hint.startswith('sudo usermod -aG video,render "$USER"')
     (tmp_path / "dev/kfd").unlink()
     plant(tmp_path, {".dockerenv": ""})
     finding = examined(host)["amd-device-nodes"]
-    assert finding.value.startswith("absent: /dev/kfd; closed")
+    assert finding.value.startswith("missing: /dev/kfd; no permission")
     assert "--device=/dev/kfd" in finding.hint
 
 

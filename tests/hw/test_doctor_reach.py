@@ -52,7 +52,7 @@ def test_a_container_that_is_given_one_nvidia_gpu_of_many_is_well(tmp_path: Path
     )
     told = examined(host)
     assert told["nvidia-driver"].status == "ok"
-    assert told["nvidia-driver"].value.endswith("there: /dev/nvidia3; absent: /dev/nvidia1, /dev/nvidia2")
+    assert told["nvidia-driver"].value.endswith("present: /dev/nvidia3; missing: /dev/nvidia1, /dev/nvidia2")
     assert told["torch"].status == "ok"
     (tmp_path / ".dockerenv").unlink()
     assert examined(host)["nvidia-driver"].status == "warn"
@@ -79,7 +79,7 @@ def test_one_open_node_of_eight_amd_gpus_is_enough(tmp_path: Path, kept: str, in
     assert told["amd-device-nodes"].status == status
     assert "/dev/dri/renderD130" in told["amd-device-nodes"].value
     if kept:
-        assert told["amd-device-nodes"].value.startswith("open to this user: /dev/dri/renderD131; absent: ")
+        assert told["amd-device-nodes"].value.startswith("accessible: /dev/dri/renderD131; missing: ")
         assert told["torch"].status == "ok"
 
 

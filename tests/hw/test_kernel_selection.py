@@ -307,9 +307,9 @@ def test_a_compiled_library_that_is_slower_than_torch_is_not_used(tmp_path: Path
 
 
 def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -> None:
-    bad = TrialResult(kernel="block", implementation="compiled", status="failed", why="did not end in time")
+    bad = TrialResult(kernel="block", implementation="compiled", status="failed", why="timed out")
     host = known(tmp_path, [bad])
-    assert kernel_selection.why_not("block-compiled", GPU, host) == "did not end in time"
+    assert kernel_selection.why_not("block-compiled", GPU, host) == "timed out"
     assert kernel_selection.why_not("training", GPU, host) == ""
 
 

@@ -23,7 +23,7 @@ TRAINING = KernelTrial(kernel="training")
     ("trial", "reply", "words"),
     [
         (MATMUL, told(DEVICE, {"trying": "NN"}, code=-11), "signal 11 (SIGSEGV) at NN"),
-        (MATMUL, told(DEVICE, {"trying": "TN"}, code=None), "did not end in time at TN"),
+        (MATMUL, told(DEVICE, {"trying": "TN"}, code=None), "timed out at TN"),
         (MATMUL, told(DEVICE, {"trying": "NN"}, code=1, err="x\nRuntimeError: HIP error"), "RuntimeError: HIP error"),
         (MATMUL, told(DEVICE), "without an answer"),
         (MATMUL, told(DEVICE, RIGHT | {"error": 0.9, "cosine": 0.4}), "relative error 0.9, where 0.02 is allowed"),
@@ -31,8 +31,8 @@ TRAINING = KernelTrial(kernel="training")
         (MATMUL, told(DEVICE, RIGHT | {"unwritten": 0.25, "error": 1.0}), "leaves 25% of its output unwritten"),
         (MATMUL, told(DEVICE, RIGHT | {"error": 0.03}), "0.03"),
         (TRAINING, told(DEVICE, code=-6), "signal 6 (SIGABRT)"),
-        (TRAINING, told(DEVICE, {"first_loss": 3.5, "last_loss": 3.4}), "where it should halve"),
-        (TRAINING, told(DEVICE, {"first_loss": 3.5, "last_loss": float("nan")}), "where it should halve"),
+        (TRAINING, told(DEVICE, {"first_loss": 3.5, "last_loss": 3.4}), "but must halve"),
+        (TRAINING, told(DEVICE, {"first_loss": 3.5, "last_loss": float("nan")}), "but must halve"),
     ],
 )
 def test_a_failure_says_what_happened_and_where(trial: KernelTrial, reply: CommandResult, words: str) -> None:

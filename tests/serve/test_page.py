@@ -152,7 +152,7 @@ def test_a_server_that_is_gone_is_an_error_too(stage: Stage) -> None:
 
 def test_the_stop_button_ends_the_answer_and_keeps_it(stage: Stage) -> None:
     stage.page.get_by_text("Settings").click()
-    stage.page.get_by_label("Longest answer").fill("100000")
+    stage.page.get_by_label("Maximum answer length").fill("100000")
     stage.ask("long")
     expect(stage.page.locator(".assistant .text")).to_contain_text("on on on")
     stage.page.get_by_role("button", name="Stop").click()
@@ -167,7 +167,7 @@ def test_a_new_conversation_begins_with_nothing(stage: Stage) -> None:
     stage.ask("hello")
     expect(stage.page.locator(".assistant .text")).to_have_text("bloom heard")
     stage.page.get_by_role("button", name="New").click()
-    expect(stage.page.get_by_text("Ask the model something")).to_be_visible()
+    expect(stage.page.get_by_text("Ask the model a question")).to_be_visible()
     expect(stage.page.locator(".message")).to_have_count(0)
     stage.gate.set()
     stage.ask("hello")
@@ -177,14 +177,14 @@ def test_a_new_conversation_begins_with_nothing(stage: Stage) -> None:
 def test_shift_enter_makes_a_line_and_the_settings_are_sent(stage: Stage) -> None:
     stage.page.get_by_text("Settings").click()
     stage.page.get_by_label("Temperature").fill("0.3")
-    stage.page.get_by_label("Longest answer").fill("3")
+    stage.page.get_by_label("Maximum answer length").fill("3")
     question = stage.page.get_by_label("Your message")
     question.fill("one")
     question.press("Shift+Enter")
     question.press_sequentially("two")
     question.press("Enter")
     stage.answered("bloom heard one\ntwo")
-    expect(stage.page.locator(".facts").last).to_contain_text("truncated at the longest answer")
+    expect(stage.page.locator(".facts").last).to_contain_text("truncated at the maximum length")
     assert stage.bloom.heard[-1][0]["content"] == "one\ntwo"
     assert (stage.bloom.samplings[-1].temperature, stage.bloom.samplings[-1].max_tokens) == (0.3, 3)
 

@@ -65,7 +65,7 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     assert "- c is us/c@1234\n" in text
     assert "Reasons in fetch: empty 1." in text
     assert "| code | 0.5 | 0.4 | – |" in text
-    assert "## The anneal mix" in text
+    assert "## Annealing mix" in text
     assert "| code | 1.0 | 0.9 |" in text
     assert found["anneal"] == ANNEAL
 

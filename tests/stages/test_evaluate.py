@@ -79,7 +79,7 @@ def test_questions_that_do_not_fit_the_context_are_counted_and_do_not_end_the_st
     told = evaluate.answers(found, len(asked) - len(found))
     fit = sum(length < lengths[20] for length in lengths)
     assert (told["n"], told["not_asked"]) == (fit, 30 - fit)
-    assert f"{30 - fit} more did not fit the model" in render({"answers": told})
+    assert f"{30 - fit} more were skipped" in render({"answers": told})
     assert "did not fit" not in render({"answers": evaluate.answers(found, 0)})
 
 

@@ -62,9 +62,9 @@ def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp
     alone = page("pretrain")  # on token files of others: nothing was read
     shown = ("Pretrain: loss", "Gradient flow", "Training time by phase", "/metrics.jsonl")
     assert all(one in alone for one in shown)
-    assert not any(one in alone for one in ("What was read", "Finetune", "<h3>Prefer"))
+    assert not any(one in alone for one in ("Read documents", "Finetune", "<h3>Prefer"))
     assert core_io.read_json(tmp_path / "report.json")["curves"] == {"pretrain": lines["pretrain"]}
     assert "<h3>Prefer" in page("pretrain", "prefer")  # which has begun and is not done
     core_io.write_json(tmp_path / names["fetch"] / "manifest.json", FETCH | done | {"stage": "fetch"})
     both = page("fetch", "pretrain")
-    assert both.index("<h2>What was read") > both.index("Pretrain: loss")
+    assert both.index("<h2>Read documents") > both.index("Pretrain: loss")

@@ -46,7 +46,7 @@ SHAPE = {
     "context_length": 32,
     "tie_embeddings": False,
 }
-VOCAB, STEPS, T = 97, 5, 8
+VOCAB, STEPS, FEW, T = 97, 5, 3, 8
 MESHES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
     8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
@@ -138,10 +138,10 @@ def batch(rows: int) -> Batch:
 
 def learned(model: Transformer, other: str, rows: int, world: World) -> dict[str, Any]:
     """Losses, gradient norms and norms of changes of clipped steps, of two sequences at once."""
-    optimizer = OPTIMIZERS.get(other, OPTIMIZERS["adamw"])
-    optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=STEPS)
+    optimizer, steps = OPTIMIZERS.get(other, OPTIMIZERS["adamw"]), FEW if other else STEPS
+    optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=steps)
     told: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         told["losses"].append(accumulate_gradients(model, batch(rows), 2, on_cpu(), world=world).loss)
         norm = gradient_norm(gradients(model))
         told["norms"].append(float(norm))

@@ -232,7 +232,7 @@ def test_what_evaluations_take_makes_no_step_slower(shards: Path, tmp_path: Path
     run.run()
     for line in lines(tmp_path, "tokens_per_second"):
         worked = sum(seconds for phase, seconds in line["seconds"].items() if phase != "hooks")
-        # Seconds of four phases are rounded to four decimals, tokens a second to one.
+        # Seconds of four phases are rounded to four decimals, tokens per second to one.
         tokens, rounding = 3 * run.global_batch_tokens, 4 * 0.5e-4
         assert tokens / (worked + rounding) - 0.05 <= line["tokens_per_second"]
         assert line["tokens_per_second"] <= tokens / (worked - rounding) + 0.05

@@ -272,7 +272,7 @@ def test_a_model_card_states_base_license_data_training_and_scores_as_the_hub_re
         "| base | base |",
         "| adapters | LoRA of rank 8, base kept as nf4 |",
         "| tokens | 99,000 |",
-        "| validation loss | 1.2500 nats a token |",
+        "| validation loss | 1.2500 nats per token |",
         "| arc_easy | acc | 0.25 | 0.2 to 0.31 |",
         "| me/talks | cc0-1.0 |",
         "| own.jsonl | not stated |",

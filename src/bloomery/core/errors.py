@@ -1,15 +1,6 @@
 """
 Errors that a user can cause and fix. Any other exception is a bug.
 
-    BloomeryError
-      ConfigError        a recipe, an override or a flag is wrong
-      DataError          an input file, document, shard or conversation is wrong
-        UnreachableError what it refers to elsewhere cannot be seen now
-        MissingPackageError a package that it needs is not installed
-      CheckpointError    a checkpoint is missing, torn, of another shape or of another tokenizer
-      HardwareError      the machine lacks what was asked of it
-      RunError           a run folder is missing, busy, or not as its manifest says
-
 Each message says what is wrong with the value in it, where, and what to do. `cli.py` prints these without a traceback
 and exits 2. A message shows at most 200 characters of a value: the code that shows it calls `shorten`, and
 `BloomeryError` bounds every message.
@@ -74,7 +65,7 @@ def _bounded(text: str) -> str:
 
 
 class BloomeryError(Exception):
-    """Base of every error that a user can fix: what is wrong, where it is, and the hint."""
+    """Base of all errors that a user can fix. The message says what is wrong, where, and how to fix it."""
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         what, where, hint = _bounded(what), _bounded(where), _bounded(hint)
@@ -82,25 +73,32 @@ class BloomeryError(Exception):
         super().__init__("\n".join(line for line in (f"{where}: {what}" if where else what, hint) if line))
 
 
-class ConfigError(BloomeryError): ...
+class ConfigError(BloomeryError):
+    """A recipe, an override or an option is wrong."""
 
 
-class DataError(BloomeryError): ...
+class DataError(BloomeryError):
+    """An input file, document, shard or conversation is wrong."""
 
 
-class UnreachableError(DataError): ...
+class UnreachableError(DataError):
+    """A server, file or bucket cannot be reached now."""
 
 
-class MissingPackageError(DataError): ...
+class MissingPackageError(DataError):
+    """A required package is not installed."""
 
 
-class CheckpointError(BloomeryError): ...
+class CheckpointError(BloomeryError):
+    """A checkpoint or model is missing, damaged, or does not fit the shape or tokenizer."""
 
 
-class HardwareError(BloomeryError): ...
+class HardwareError(BloomeryError):
+    """The machine lacks a device, memory or another resource."""
 
 
-class RunError(BloomeryError): ...
+class RunError(BloomeryError):
+    """A run folder is missing, in use, or differs from its manifest."""
 
 
 MEMORY = (

@@ -506,11 +506,11 @@ class Sought(Config):
     tasks: tuple[str, ...] = ()
     """Names of tasks of [evaluate], with its prompts."""
     data: tuple[DiskPath, ...] = ()
-    """The files of those tasks, or folders of them. None: from the hub."""
+    """Files of these tasks, or folders of files. None: from the hub."""
     fields: tuple[str, ...] = ()
-    """Fields of a row with the text to look for. Empty: those that evaluation sets use (query, …)."""
+    """Fields of a row with the text to look for. Empty: the usual fields of evaluation sets (query, …)."""
     ngram_words: Annotated[int, Between(5, 1000, "fewer words are in every text, and more in none")] = 13
-    """Find a text by this many of its words in a row. A shorter text has to occur whole."""
+    """How many consecutive words of a text make a match. A shorter text must match completely."""
     min_question_words: PositiveLength = 4
     """
     Texts of fewer words are searched only together with their choices. In scripts without spaces, two characters count

@@ -110,11 +110,11 @@ class ExecutorConfig(Config):
     """Worker processes of this machine, or a Ray cluster."""
     workers: Annotated[int, Between(1, 4096, "each worker is a process")] | None = None
     """
-    Number of worker processes. Not set: one for each core that this process may use; on Ray, as many as the cluster
-    takes.
+    Number of worker processes. Not set: one for each core that this process may use; on Ray, as many as the cluster can
+    run.
     """
     address: str | None = None
-    """Address of a Ray cluster, as `ray.init` takes it. Not set: a local Ray for the time of the stage."""
+    """Address of a Ray cluster, in the form of `ray.init`. Not set: a local Ray that ends with the stage."""
 
     @model_validator(mode="after")
     def _an_address_is_of_a_cluster(self) -> "ExecutorConfig":

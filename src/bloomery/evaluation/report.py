@@ -8,7 +8,7 @@ The sections are:
 
     training       loss, the gradients of each layer, and time, during the training of a model
     preferences    margins or rewards, during training, and before and after it
-    tasks          results of known tasks with their intervals, clean and contaminated
+    tasks          results of benchmarks with their intervals, clean and dirty
     conversations  how many, how long, what is in the loss and what was dropped; results
                    on validation conversations, before and after finetuning
 
@@ -69,10 +69,10 @@ def known_tasks(report: Report) -> list[object]:
 
 
 TOLD = (
-    "acc: the most likely choice is right; acc_norm: the most likely for each byte; every question is in tasks.jsonl."
+    "acc: the most likely choice is correct; acc_norm: the most likely choice per byte. tasks.jsonl has every question."
 )
 LOOKED = (
-    " Dirty questions occur in the training text, as 13 words in a row or as a whole; clean is the score of the others."
+    " Dirty questions occur in the training text: 13 words in a row, or the whole question. Clean questions do not."
 )
 
 
@@ -84,8 +84,8 @@ def _core(report: Report) -> list[object]:
     num_dirty, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
     clean = ""
     if num_dirty:
-        without = f", without {len(lost) - len(missing)} parts that all occur there" * (len(lost) > len(missing))
-        others = f"of the others it is {_mean(core, 'clean')}{without}"
+        without = f", without {len(lost) - len(missing)} completely dirty tasks" * (len(lost) > len(missing))
+        others = f"on the other questions it is {_mean(core, 'clean')}{without}"
         clean = f" {count(num_dirty)} questions occur in the training text; {others}."
     if not missing:
         return [note(f"CORE, the mean of 22 centered accuracies: {_mean(core)}.{clean}")]
@@ -115,20 +115,21 @@ def talk_tiles(report: Report) -> list[Html]:
         return []
     ended, bits = at(stats, last, "ended", "value"), at(stats, last, "bits_per_byte")
     low, high = (percent(at(stats, last, "ended", key)) for key in ("low", "high"))
-    asked = f"by themselves, of {count(stats.get('n'))} in validation conversations; 95% interval {low} to {high}"
-    caption = "per byte of the assistant's text there, by the likelihood of this model"
-    return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", caption)]
+    asked = f"of {count(stats.get('n'))}, before the token limit; 95% interval {low} to {high}"
+    caption = "of the assistant's text in validation conversations"
+    return [tile("Ended answers", percent(ended), asked), tile("Bits per byte", decimal(bits), caption)]
 
 
 def held_out_talks(report: Report) -> list[object]:
     stats = named(report, "conversations")
     rows = [_row(name, named(stats, model)) for model, name in MODELS.items() if model in stats]
-    heads = ["Model", "Answers that end (95% interval)", "Bits per byte", "Perplexity", "Tokens said", "Tokens given"]
+    heads = ["Model", "Ended answers (95% interval)", "Bits per byte", "Perplexity", "Length, model", "Length, data"]
     warmth = number(stats.get("temperature"))
-    drawn = "greedily" if warmth == 0 else f"at temperature {text(stats.get('temperature'))}"
-    asked = f"One answer in each of {count(stats.get('n'))} validation conversations, at most "
+    drawn = "at temperature 0" if warmth == 0 else f"at temperature {text(stats.get('temperature'))}"
+    asked = f"The model answered once in each of {count(stats.get('n'))} validation conversations, with at most "
     how = f"{count(stats.get('max_tokens'))} tokens, {drawn}."
-    measured = " Bits per byte and perplexity are of the given answers. Every answer is in conversations.jsonl."
+    measured = " Bits per byte and perplexity are of the answers in the data. Lengths are means. "
+    measured += "conversations.jsonl has every answer."
     return [charts.table(heads, rows), note(asked, how, measured)] if rows else []
 
 
@@ -144,9 +145,9 @@ COLUMNS = 60
 """Of a picture of gradients over the run, at most."""
 PASSES = ("pretrain", "finetune")
 PHASES = {
-    "data": "waiting for data",
+    "data": "loading data",
     "forward_backward": "forward and backward",
-    "optimizer": "norm, clip and update",
+    "optimizer": "clipping and update",
     "hooks": "logging, saving, evaluating",
 }
 
@@ -168,24 +169,24 @@ def phase_curves(phase: str, rows: ReportRows) -> list[object]:
     loss, checked = series(rows, "loss"), series(rows, "validation_loss")
     reach = max(1, len(loss) // SMOOTHING)
     drawn = [
-        Curve("train loss", loss, "faint"),
-        Curve(f"mean of {2 * reach + 1} logged steps", charts.smoothed(loss, reach)),
+        Curve("training loss", loss, "faint"),
+        Curve(f"moving average of {2 * reach + 1} logged steps", charts.smoothed(loss, reach)),
         Curve("validation loss", checked, "dots"),
     ]
     speeds = [value for _, value in series(rows, "tokens_per_second") if value > 0]
     bits, shares = series(rows, "validation_bits_per_byte"), [value for _, value in series(rows, "mfu")]
     last: list[Tile] = [
         ("Steps", count(max((x for x, _ in loss + checked), default=None))),
-        ("Last train loss", decimal(loss[-1][1] if loss else None)),
+        ("Last training loss", decimal(loss[-1][1] if loss else None)),
         ("Last validation loss", decimal(checked[-1][1] if checked else None)),
         ("Median speed", f"{count(statistics.median(speeds) if speeds else None)} tokens/s"),
     ]
     if bits:
-        last.insert(3, ("Its bits per byte", decimal(bits[-1][1])))
+        last.insert(3, ("Last validation bits per byte", decimal(bits[-1][1])))
     if shares:
-        last.append(("Median MFU, of the measured peak", percent(statistics.median(shares))))
+        last.append(("Median MFU (share of the measured peak)", percent(statistics.median(shares))))
     if memory := series(rows, "memory_bytes"):
-        last.append(("Most memory", charts.size(max(value for _, value in memory))))
+        last.append(("Peak memory", charts.size(max(value for _, value in memory))))
     rate, norm = (Curve(key, series(rows, key)) for key in ("learning_rate", "gradient_norm"))
     small = [
         charts.curves("Learning rate", [rate], x_axis="step", y_axis="learning rate", from_zero=True),
@@ -193,7 +194,7 @@ def phase_curves(phase: str, rows: ReportRows) -> list[object]:
     ]
     if update := relative_updates(rows):
         curve = Curve("update / weights", update)
-        title = "Size of an update"
+        title = "Update size"
         small.append(charts.curves(title, [curve], x_axis="step", y_axis="norm of update / weights", from_zero=True))
     big = charts.curves(f"{phase}: loss", drawn, x_axis="step", y_axis="loss in nats per token")
     return [facts(last), big, tag("div", *small, class_="small")]
@@ -217,9 +218,9 @@ def gradient_flow(rows: ReportRows) -> list[object]:
     )
     looks = {0: "faint", len(seen) // 2: "dots", len(seen) - 1: "strong"}
     drawn = [Curve(f"step {charts.short(steps[n])}", by_depth(seen[n][1], layers), look) for n, look in looks.items()]
-    profile = charts.curves("The same by depth", drawn, x_axis="layer", y_axis="gradient norm", from_zero=True)
+    profile = charts.curves("Gradient norm by layer", drawn, x_axis="layer", y_axis="gradient norm", from_zero=True)
     caption = note(
-        f"Layers are counted from {layers[0]} (0) to {layers[-1]} ({len(layers) - 1}). Norms before clipping."
+        f"Layers are numbered from {layers[0]} (0) to {layers[-1]} ({len(layers) - 1}). Norms are before clipping."
     )
     return [picture, profile, caption]
 
@@ -260,8 +261,8 @@ def troubles(rows: ReportRows) -> list[object]:
             incidents.append([step, "rolled back", f"to step {count(row['rolled_back_to'])}"])
         if "failed" in row:
             incidents.append([step, f"{text(row['failed'])} failed", text(row.get("error"))])
-    table = tag("div", charts.table(["Step", "What", "Why"], incidents), class_="commands")
-    return [tag("h4", "What went wrong on the way"), table] if incidents else []
+    table = tag("div", charts.table(["Step", "Event", "Details"], incidents), class_="commands")
+    return [tag("h4", "Problems during training"), table] if incidents else []
 
 
 def written(report: Report, phase: str) -> list[object]:
@@ -286,10 +287,10 @@ NAMES = {
     "loss": ("Loss", "loss"),
     "margin": ("Margin: preference for the better answer", "nats"),
     "accuracy": ("Pairs ranked correctly", "share"),
-    "reward": ("Reward: answers that are right", "share"),
-    "kl": ("Distance to the reference", "KL in nats per token"),
-    "clip_fraction": ("Tokens whose ratio was held", "share"),
-    "ended": ("Answers that ended", "share"),
+    "reward": ("Reward: correct answers", "share"),
+    "kl": ("KL divergence from the reference model", "nats per token"),
+    "clip_fraction": ("Tokens with a clipped ratio", "share"),
+    "ended": ("Ended answers", "share"),
     "answer_tokens": ("Length of answers", "tokens"),
 }
 """What metrics.jsonl may hold, with a title and the name of an axis."""
@@ -315,10 +316,10 @@ def preferred(report: Report) -> list[object]:
     ]
     parts.append(tag("div", *drawn, class_="small"))
     data = named(stats, "data")
-    table = tallied("What was rejected", named(data, "rejected_by_reason"), None, "rows")
+    table = tallied("Rejected rows, by reason", named(data, "rejected_by_reason"), None, "rows")
     parts += [table] if table is not None else []
     if data:
-        parts.append(note("rejected.jsonl of the stage lists rejected rows, with file, line and reason."))
+        parts.append(note("rejected.jsonl of this stage lists the rejected rows, with file, line and reason."))
     return parts + gradient_flow(rows) + time_by_phase(rows) + troubles(rows) + written(report, "prefer")
 
 
@@ -330,13 +331,13 @@ def known(stats: Mapping[str, Any]) -> list[Tile]:
         sizes = named(data, split)
         counts = [f"{count(sizes[key])} {key}" for key in ("questions", "chosen", "rejected") if key in sizes]
         tiles.append((name, ", ".join(counts) or "–"))
-    tiles.append(("Cut at a turn", count(data.get("cut_at_a_turn"))))
+    tiles.append(("Truncated at a turn", count(data.get("cut_at_a_turn"))))
     return tiles if stats else tiles[:0]
 
 
 def curves(rows: list[Mapping[str, Any]], name: str) -> list[Curve]:
     seen = series(rows, name)
-    drawn = [Curve("train", seen, "faint")]
+    drawn = [Curve("training", seen, "faint")]
     drawn.append(Curve("smoothed", charts.smoothed(seen, max(1, len(seen) // SMOOTHING))))
     held_out = series(rows, f"validation_{name}")
     return [*drawn, Curve("validation", held_out, "dots")] if held_out else drawn
@@ -350,7 +351,7 @@ ReportSections = tuple[tuple[str, str, Section], ...]
 """Anchor, title and content of each."""
 
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
-COPYING = " Library questions test copying: each contains its answer, and the answers occur in training too."
+COPYING = " Library questions test copying: each contains its answer, and the answers also occur in the training data."
 
 
 def render(report: Report, sections: ReportSections | None = None) -> str:
@@ -391,13 +392,13 @@ def headline(report: Report) -> list[object]:
     reach = charts.interval(low, exact, high) if low is not None and exact is not None and high is not None else None
     asked = f"of {count(answers.get('n'))} validation questions; 95% interval {percent(low)} to {percent(high)}"
     if answers.get("not_asked"):
-        asked += f"; {count(answers.get('not_asked'))} more did not fit the model's context and were not asked"
+        asked += f"; {count(answers.get('not_asked'))} more were skipped because they do not fit into the context"
     num_leaks = number(leaks.get("found"))
     seen = f"of {count(leaks.get('checked'))} validation questions or answers occur in the training text"
     shape = f"context of {count(model.get('context_length'))} tokens, vocabulary of {count(model.get('vocab_size'))}"
     tiles = [
-        tile("Answers exactly right", percent(exact), asked, reach),
-        tile("Answers that ended", percent(answers.get("ended")), "by themselves; the others reached the limit"),
+        tile("Exactly correct answers", percent(exact), asked, reach),
+        tile("Ended answers", percent(answers.get("ended")), "before the token limit"),
         tile("Leaks", count(num_leaks), seen, look="tile wrong" if num_leaks else "tile"),
     ]
     if answers.get("n") == 0:  # of the small worlds, which the run may not have
@@ -406,9 +407,11 @@ def headline(report: Report) -> list[object]:
     bits = named(report, "bits_per_byte")
     known = [(name, number(bits.get(key)), key != "model") for key, name in RIVALS.items()]
     rows = [Bar(name, value, decimal(value), quiet=quiet) for name, value, quiet in known]
-    chart = charts.bars("Bits per byte of validation text", rows, axis="bits per byte (less is better)")
-    over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} validation documents."
-    return [tag("div", *tiles, class_="tiles"), chart, note(over, " The scores are those of the pretrained model.")]
+    chart = charts.bars("Bits per byte of validation text", rows, axis="bits per byte (lower is better)")
+    over = (
+        f"Measured on {charts.size(bits.get('bytes'))} of text in {count(bits.get('documents'))} validation documents"
+    )
+    return [tag("div", *tiles, class_="tiles"), chart, note(over, ", with the pretrained model.")]
 
 
 def trained(report: Report) -> list[object]:
@@ -418,13 +421,13 @@ def trained(report: Report) -> list[object]:
 def by_kind(report: Report) -> list[object]:
     rows: list[list[object]] = []
     if at(report, "answers", "n") == 0:
-        return [note("The run has no questions about the small worlds.")]
+        return [note("This run has no questions about the small worlds of the demo.")]
     for kind, scores in named(report, "answers", "by_kind").items():
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])
-    caption = "Right means equal to the expected answer, letter by letter, and ended by the model itself."
+    caption = "Exactly correct: the answer equals the expected answer, and the model ended it before the token limit."
     copied = COPYING if any(str(row[0]).startswith("library") for row in rows) else ""
-    table = charts.table(["Kind of question", "Asked", "Exactly right", "Ended"], rows)
+    table = charts.table(["Kind of question", "Questions", "Exactly correct", "Ended"], rows)
     return [table, note(caption, copied)] if rows else []
 
 
@@ -435,7 +438,7 @@ def by_domain(report: Report) -> list[object]:
     for domain, scores in domains.items():
         bits = [cell(f"{domain}, {RIVALS[k]}", at(scores, k), decimal, top, k != "model") for k in RIVALS]
         rows.append([domain, *bits, charts.size(at(scores, "bytes")), count(at(scores, "documents"))])
-    caption = "Bits per byte; less is better. xz and zstd compress the same text."
+    caption = "Bits per byte: lower is better. xz and zstd compress the same text."
     heads = ["Domain", *RIVALS.values(), "Text", "Documents"]
     return [charts.table(heads, rows), note(caption)] if rows else []
 
@@ -443,7 +446,7 @@ def by_domain(report: Report) -> list[object]:
 def answers(report: Report) -> list[object]:
     samples = listed(report, "samples", "answers")
     parts: list[object] = []
-    for title, right in (("Right", True), ("Wrong", False), ("Not judged", None)):
+    for title, right in (("Correct", True), ("Wrong", False), ("Not graded", None)):
         cards = [conversation(one) for one in samples if one.get("exact") is right]
         parts += [tag("h3", f"{title} ({len(cards)} shown)"), folded(cards, "cards")] if cards else []
     return parts if samples else []
@@ -457,11 +460,11 @@ def conversation(sample: Mapping[str, Any]) -> Html:
         for role, content in said
     ]
     right = sample.get("exact")
-    late = " It did not end by itself." if sample.get("ended") is False else ""
+    late = " It reached the token limit." if sample.get("ended") is False else ""
     lead, look = ("✗ expected: ", "verdict wrong") if right is False else ("expected: ", "verdict")
     verdict = tag("p", lead, tag("q", text(sample.get("expected"))), late, class_=look)
     if right:
-        verdict = tag("p", "✓ exactly right", class_="verdict right")
+        verdict = tag("p", "✓ exactly correct", class_="verdict right")
     head = tag("p", tag("b", text(sample.get("kind"))), class_="tagged")
     return tag("article", head, tag("div", *bubbles, class_="talk"), verdict, class_="card")
 
@@ -471,7 +474,7 @@ def continuations(report: Report) -> list[object]:
         tag("p", tag("b", text(sample.get("prompt"))), text(sample.get("text")), class_="card quote", dir="auto")
         for sample in listed(report, "samples", "continuations")
     ]
-    caption = note("The text in bold is the prompt; the model wrote the rest.")
+    caption = note("The prompt is in bold. The model wrote the rest.")
     return [caption, folded(cards, "cards wide")] if cards else []
 
 
@@ -482,20 +485,20 @@ def time_spent(report: Report) -> list[object]:
     rows = []
     for stage in stages:
         seconds = number(stage.get("seconds"))
-        label = text(stage.get("stage")) + (", since it was resumed" if stage.get("resumed") else "")
+        label = text(stage.get("stage")) + (", after it resumed" if stage.get("resumed") else "")
         rows.append(Bar(label, None if seconds is None else seconds / unit, charts.duration(seconds)))
     caption = note(f"Total: {charts.duration(whole)}.")
     return [charts.bars("Time by stage", rows, axis=name), caption] if rows else []
 
 
 SOURCES = (
-    ("Answers, bits per byte, leaks, samples, this page", "evaluate", "report.json"),
-    ("Known tasks, question by question", "evaluate", "tasks.jsonl"),
-    *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune", "prefer")),
-    ("Mix", "shard", "manifest.json"),
+    ("Answers, bits per byte, leaks, samples, this report", "evaluate", "report.json"),
+    ("Benchmarks, by question", "evaluate", "tasks.jsonl"),
+    *(("Training curves", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune", "prefer")),
+    ("Data mix", "shard", "manifest.json"),
     ("Conversations", "instruct", "report.html, rejected.jsonl, dropped.jsonl"),
-    ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
-    ("Documents dropped", "filter", "manifest.json, dropped/"),
+    ("Read and rejected documents", "fetch", "manifest.json, rejected/"),
+    ("Dropped documents", "filter", "manifest.json, dropped/"),
     ("Classifiers", "classify", "NAME/classifier.json"),
     ("Duplicates", "dedup", "manifest.json, duplicates/"),
     ("Bytes per token", "tokenizer", "manifest.json"),
@@ -509,9 +512,9 @@ def again(report: Report) -> list[object]:
         for name, stage, files in SOURCES
         if not folders or stage in folders
     ]
-    caption = "RECIPE is the recipe file of this run. A finished stage does not run again: move its folder away first."
+    caption = "RECIPE is the recipe file of this run. To run a finished stage again, first move its folder away."
     return [
-        tag("div", charts.table(["Number", "Command", "Where it is written"], rows), class_="commands"),
+        tag("div", charts.table(["Numbers", "Command", "Files"], rows), class_="commands"),
         note(caption),
     ]
 
@@ -527,30 +530,30 @@ def foot(report: Report) -> list[object]:
 
 
 DATA: ReportSections = (
-    ("read", "What was read", fetched),
-    ("dropped", "What was dropped", dropped),
+    ("read", "Read documents", fetched),
+    ("dropped", "Dropped documents", dropped),
     ("classifier", "Classifiers", classifiers),
     ("duplicates", "Duplicates", duplicates),
-    ("tokenizer", "The tokenizer", tokenizer),
+    ("tokenizer", "Tokenizer", tokenizer),
 )
 TRAINING: ReportSections = (("curves", "Training", trained),)
-MIX: ReportSections = (("mix", "The mix", the_mix),)
-WORK: ReportSections = (("time", "Where the time went", time_spent), ("again", "Each number again", again))
+MIX: ReportSections = (("mix", "Data mix", the_mix),)
+WORK: ReportSections = (("time", "Time by stage", time_spent), ("again", "How to reproduce each number", again))
 
 SECTIONS: ReportSections = (
-    ("headline", "In short", headline),
-    ("answers", "Validation answers by kind", by_kind),
+    ("headline", "Summary", headline),
+    ("answers", "Validation questions by kind", by_kind),
     ("talks", "Validation conversations", held_out_talks),
     ("text", "Validation text by domain", by_domain),
-    ("tasks", "Known tasks", known_tasks),
+    ("tasks", "Benchmarks", known_tasks),
     *TRAINING,
     *MIX,
     *DATA,
-    ("samples", "Answers to read", answers),
+    ("samples", "Sample answers", answers),
     ("continuations", "Continuations", continuations),
     *WORK,
 )
-IN_SHORT: ReportSections = (("short", "In short", funnel),)
+IN_SHORT: ReportSections = (("short", "Summary", funnel),)
 DATA_SECTIONS: ReportSections = (*IN_SHORT, *DATA, *MIX, *WORK)
 """Of the page that a run has before there is a model."""
 
@@ -575,13 +578,17 @@ def conversation_headline(report: Report) -> list[object]:
     gone = [count(report.get(name)) for name in ("rejected", "dropped")]
     tiles = [
         tile(
-            "Conversations", count(report.get("conversations")), f"of {count(report.get('read'))} rows that were read"
+            "Conversations", count(report.get("conversations")), f"of {count(report.get('read'))} rows in the sources"
         ),
-        tile("Tokens to train on", charts.short(tokens), f"in {count(train.get('rows'))} sequences"),
-        tile("In the loss", percent(share), "of those tokens: what the assistant says, and where it ends"),
-        tile("Filled", percent(train.get("packing")), f"of sequences of {count(report.get('sequence_length'))} tokens"),
+        tile("Training tokens", charts.short(tokens), f"in {count(train.get('rows'))} sequences"),
+        tile("In the loss", percent(share), "of these tokens: the assistant's text and its end tokens"),
+        tile(
+            "Packing efficiency",
+            percent(train.get("packing")),
+            f"in sequences of {count(report.get('sequence_length'))} tokens",
+        ),
     ]
-    known = counted(report, cut_at_a_turn="Cut at a turn")
+    known = counted(report, cut_at_a_turn="Truncated at a turn")
     known += [("Rejected", gone[0]), ("Dropped", gone[1]), ("Validation", count(val.get("conversations")))]
     known += [(f"{name} hash", tag("code", text(report.get(name)))) for name in ("template", "tokenizer")]
     return [tag("div", *tiles, class_="tiles"), facts(known)]
@@ -594,9 +601,9 @@ def by_source(report: Report) -> list[object]:
         bars.append(Bar(text(source.get("source")), share, f"{percent(share)} of {count(source.get('tokens'))} tokens"))
         sizes = [count(source.get(name)) for name in ("read", "rejected", "dropped", "conversations", "in_rows", "cap")]
         rows.append([text(source.get("source")), *sizes, count(source.get("tokens")), text(source.get("license"))])
-    heads = ["Source", "Read", "Rejected", "Dropped", "Kept", "In rows, with copies", "Cap", "Tokens", "License"]
-    caption = "Read is the sum of kept, rejected and dropped. If a source states no license, its rows may."
-    axis = "share of the tokens of a source that are in the loss"
+    heads = ["Source", "Read", "Rejected", "Dropped", "Kept", "In sequences, with copies", "Cap", "Tokens", "License"]
+    caption = "Read is the sum of kept, rejected and dropped. Licenses can also be those of rows."
+    axis = "share of a source's tokens that are in the loss"
     chart = charts.bars("In the loss, by source", bars, axis=axis, form=percent, top=1.0)
     return [chart, charts.table(heads, rows), note(caption)] if rows else []
 
@@ -609,18 +616,14 @@ def lengths(report: Report) -> list[object]:
         n = number(bucket.get("conversations"))
         shown = f"{count(n)} ({percent(n / whole)})" if n is not None and whole else count(n)
         rows.append(Bar(f"{count(bucket.get('from'))} to {count(bucket.get('to'))}", n, shown))
-    return (
-        [charts.bars("Conversations by their length in tokens", rows, axis="conversations, with copies")]
-        if rows
-        else []
-    )
+    return [charts.bars("Conversations by length in tokens", rows, axis="conversations, with copies")] if rows else []
 
 
 def conversation_samples(report: Report) -> list[object]:
     keys = [
         tag("span", tag("mark", "in the loss", class_="learned"), class_="key"),
-        tag("span", tag("span", "only read", class_="unlearned"), class_="key"),
-        tag("span", tag("b", "<|end|>", class_="special"), " one token that no text can spell", class_="key"),
+        tag("span", tag("span", "not in the loss", class_="unlearned"), class_="key"),
+        tag("span", tag("b", "<|end|>", class_="special"), " a special token, which no text can contain", class_="key"),
     ]
     cards = [_card(one) for one in listed(report, "samples")]
     return [tag("p", *keys, class_="legend"), tag("div", *cards, class_="cards wide")] if cards else []
@@ -634,7 +637,7 @@ def _card(sample: Mapping[str, Any]) -> Html:
         runs.append(tag("mark" if run.get("learned") else "span", content, class_=_LOOKS[bool(run.get("learned"))]))
     seen = f"{count(sample.get('supervised'))} of {count(sample.get('tokens'))} tokens in the loss"
     cut = number(sample.get("shown")), number(sample.get("tokens"))
-    rest = "" if None in cut or cut[0] == cut[1] else f", the first {count(cut[0])} shown"
+    rest = "" if None in cut or cut[0] == cut[1] else f"; the first {count(cut[0])} are shown"
     head = tag("p", tag("b", text(sample.get("source"))), tag("span", f"{seen}{rest}"), class_="tagged")
     where = tag("p", tag("code", text(sample.get("place"))), class_="note")
     return tag("article", head, tag("p", *runs, class_="quote", dir="auto"), where, class_="card")
@@ -647,22 +650,22 @@ def gone(report: Report) -> list[object]:
     whole = number(at(report, "read"))
     parts = [
         tallied(
-            "Rejected: no conversation, or none that fits into a sequence",
+            "Rejected: not a valid conversation, or too long for a sequence",
             named(report, "rejected_by_reason"),
             whole,
             "rows",
         ),
         tallied("Dropped by filters", named(report, "dropped_by_reason"), whole, "conversations"),
     ]
-    caption = note("rejected.jsonl and dropped.jsonl next to this page list each of them, with location and reason.")
+    caption = note("rejected.jsonl and dropped.jsonl in this folder list each of them, with location and reason.")
     shown = [part for part in parts if part is not None]
-    return [*shown, caption] if shown else [note("The run rejected nothing and dropped nothing.")]
+    return [*shown, caption] if shown else [note("No row was rejected or dropped.")]
 
 
 CONVERSATION_SECTIONS: ReportSections = (
-    ("short", "In short", conversation_headline),
-    ("samples", "What is learned", conversation_samples),
+    ("short", "Summary", conversation_headline),
+    ("samples", "Sample conversations", conversation_samples),
     ("sources", "Sources", by_source),
     ("lengths", "Lengths", lengths),
-    ("gone", "What was left out", gone),
+    ("gone", "Rejected and dropped", gone),
 )

@@ -32,7 +32,7 @@ KILL_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What a command said. `code` is negative for a signal and None where it did not end in time."""
+    """What a command said. `code` is negative for a signal and None where it timed out."""
 
     code: int | None
     out: str = ""

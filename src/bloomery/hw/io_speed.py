@@ -26,7 +26,7 @@ def memory_rate() -> float:
 
 
 def disk_rate(folder: str) -> float:
-    """Bytes a second that a file of a folder takes until they are safe. The file is gone afterwards."""
+    """Bytes per second that a file of a folder takes until they are safe. The file is gone afterwards."""
     block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()

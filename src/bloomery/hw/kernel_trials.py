@@ -197,7 +197,7 @@ def merged(reply: CommandResult) -> dict[str, Any]:
 def ending(reply: CommandResult) -> str:
     """How a child process ended, in words."""
     if reply.code is None:
-        return "did not end in time"
+        return "timed out"
     if reply.code < 0:
         names = {one.value: one.name for one in signal.Signals}
         return f"was killed by signal {-reply.code} ({names.get(-reply.code, 'unknown')})"
@@ -235,8 +235,8 @@ def judge(trial: KernelTrial, reply: CommandResult) -> TrialResult:
 def _learned(metrics: Mapping[str, Any]) -> tuple[TrialStatus, str]:
     first, last = metrics.get("first_loss", math.nan), metrics.get("last_loss", math.nan)
     if last < first / 2:
-        return "passed", f"loss {first:.3f} → {last:.3f} in sixty steps"
-    return "failed", f"loss {first:.3f} → {last:.3f} in sixty steps, where it should halve"
+        return "passed", f"loss {first:.3f} → {last:.3f} in 60 steps"
+    return "failed", f"loss {first:.3f} → {last:.3f} in 60 steps, but must halve"
 
 
 def _wrong(messages: Sequence[Mapping[str, Any]], dtype: str) -> Iterator[str]:

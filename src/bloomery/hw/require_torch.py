@@ -13,8 +13,8 @@ which is a HardwareError to `cli.py` and a ModuleNotFoundError to everyone else.
 
 It also sets how long the threads of one operation busy-wait for each other. OpenMP reads this setting from the
 environment when torch is loaded. OpenMP's default is so long that a second program on one of two cores hurts. Each
-thread then waits out the other's share of time in every operation. Training fell from 12,000 to 600 tokens a second
-(4 million parameters, two cores). With a short wait and then sleep, training keeps 5,000 tokens a second. On a
+thread then waits out the other's share of time in every operation. Training fell from 12,000 to 600 tokens per second
+(4 million parameters, two cores). With a short wait and then sleep, training keeps 5,000 tokens per second. On a
 quiet machine the short wait costs a tenth.
 """
 

@@ -27,7 +27,7 @@ class Entry:
     """In lower case. The driver's name of the device contains one of these."""
     memory_bytes: int | None
     bandwidth: float | None
-    """Bytes a second."""
+    """Bytes per second."""
     flops: dict[str, float]
     """A second, by number format."""
     source: str
@@ -39,7 +39,7 @@ class Entry:
     gemm: float | None = None
     """FLOP/s that others have measured for matmuls in bfloat16."""
     link: float | None = None
-    """Bytes a second that it sends to the other devices of its host over all links, in one direction, by its maker."""
+    """Bytes per second to the other devices of its host over all links, in one direction, by its maker."""
 
     def peak(self, precision: str) -> float | None:
         return self.flops.get(precision)
@@ -61,8 +61,8 @@ def _entry(
     **others: SpecNumber,
 ) -> Entry:
     """
-    `name`: names separated by |. `link`: in 10⁹ bytes a second. Rates: in 10¹² a second; float16 has the rate of bf16
-    unless `others` has one.
+    `name`: names separated by |. `link`: in 10⁹ bytes per second. Rates: in 10¹² per second; float16 has the rate of
+    bf16 unless `others` has one.
     """
     rates = {"bfloat16": bf16, "float16": others.get("fp16", bf16), "float32": others.get("fp32")}
     return Entry(

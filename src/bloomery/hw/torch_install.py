@@ -134,18 +134,18 @@ def fresh_command(host: Host) -> tuple[Command, str]:
     if maker == "nvidia":
         return _for_nvidia(host, usual, [gpu.name for gpu in gpus if gpu.maker == "nvidia"])
     if maker != "amd":
-        return usual, "this is an Apple GPU" if maker == "apple" else "no GPU was found"
+        return usual, "an Apple GPU was found" if maker == "apple" else "no GPU was found"
     detected = {gpu.target for gpu in gpus if gpu.target}
     if not detected:
         why = (
-            "an AMD GPU is there, but the kernel does not name its target (is the amdgpu driver loaded, and "
-            "/sys/class/kfd visible?), so this is the usual wheel, which will compute on the CPU"
+            "an AMD GPU was found, but the kernel does not name its chip (is the amdgpu driver loaded, and "
+            "/sys/class/kfd visible?), so this is torch's default wheel, which computes on the CPU"
         )
         return usual, why
     old = legacy(detected)
     without = f"no torch{BOUNDS} is known to work on AMD {', '.join(old)}"
     if len(old) == len(detected):
-        return usual, f"{without}, so this is the usual wheel, which will compute on the CPU"
+        return usual, f"{without}, so this is torch's default wheel, which computes on the CPU"
     targets = sorted(detected.difference(old), key=lambda target: (target not in FUSED_ATTENTION, target))
     wheel = f"torch[{','.join(f'device-{target}' for target in targets)}]{BOUNDS}"
     return (*usual[:-1], "--index-url", AMD_INDEX, wheel), (
@@ -182,12 +182,12 @@ def install_command(host: Host) -> Choice:
         return Choice(command=command, why=why)
     if not have.new_enough:
         if have.from_vendor:
-            what = f"torch {have.version} is a vendor's own build, and Bloomery needs torch{BOUNDS}"
+            what = f"torch {have.version} is a vendor build, but Bloomery needs torch{BOUNDS}"
             hint = "Nothing was changed. Use a newer image or release of that vendor, or a new virtual environment."
             raise HardwareError(what, where=str(host.torch), hint=DTK_ADVICE if have.built_for == "hygon" else hint)
         command, why = fresh_command(host)
         return Choice(command=command, why=f"torch {have.version} is too old; {why}")
-    why = f"torch {have.version} is there and new enough"
+    why = f"torch {have.version} is installed"
     maker = maker_to_serve(find_gpus(host))
     if maker in (None, "apple", have.built_for):
         return Choice(command=None, why=why)

@@ -49,7 +49,7 @@ class AttentionMask:
     num_keys: int
     device: torch.device
     window: int | None = None
-    """How many tokens a token sees, with itself. None: all."""
+    """How many tokens a token sees, including itself. None: all."""
     segments: Int[Tensor, "B S"] | None = None
     """Which document each token belongs to. None: a row is one document."""
     allowed: Mask | None = None

@@ -112,7 +112,7 @@ class LinearScaling(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
-    """Factor by which the context is longer."""
+    """Ratio of the new context to the original context."""
 
 
 class Llama3Scaling(Config):
@@ -156,7 +156,7 @@ class YarnScaling(Config):
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
-    """Factor by which the context is longer."""
+    """Ratio of the new context to the original context."""
     original_context_length: Context
     """Context that the weights were trained with."""
     beta_fast: Frequency = 32.0
@@ -186,7 +186,7 @@ class LongRopeScaling(Config):
 
     kind: Literal["longrope"] = "longrope"
     factor: Factor
-    """How many times the longest context of the model is longer."""
+    """Ratio of the longest context to the original context."""
     original_context_length: Context
     """Context that the weights were first trained with."""
     short_factor: tuple[Annotated[float, Between(1e-3, 1e9, "it divides a frequency")], ...]
@@ -230,7 +230,7 @@ class ModelConfig(Config):
     """
 
     preset: str = ""
-    """A known shape, by its name in `model/config.py`. The other keys of this section override it."""
+    """A known shape: a name in `model/config.py`. The other keys of this section override it."""
     hidden_size: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
     """Width of the residual stream."""
     num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6
@@ -246,9 +246,9 @@ class ModelConfig(Config):
     context_length: Context = 256
     """Maximum number of tokens that the model sees at once."""
     attention: Cycle[AttentionKind] = ("standard",)
-    """Type of attention. Differential: weights of one head minus λ times those of a second head."""
+    """Type of attention. Differential: the weights of one head minus λ times the weights of a second head."""
     sliding_window: Cycle[Window] = ("full",)
-    """How many tokens a token sees, with itself: a number or "full" for each block, repeated."""
+    """Tokens that a token sees, including itself: a number or "full" for each block. The list repeats over blocks."""
     mlp: Cycle[FeedForwardKind] = ("swiglu",)
     """Type of the MLP: gated (swiglu, geglu, geglu_tanh), or plain (gelu, gelu_tanh, relu2: squared relu)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
@@ -260,11 +260,11 @@ class ModelConfig(Config):
     rope_layers: Cycle[bool] = (True,)
     """Whether a layer rotates queries and keys. Without RoPE in it, only the causal mask tells the order (NoPE)."""
     rope_local_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers")] | None = None
-    """Base of RoPE in layers with a sliding window, which are then not scaled. Not set: as in the other layers."""
+    """Base of RoPE in layers with a sliding window, without `rope_scaling`. Not set: as in the other layers."""
     partial_rotary_factor: Annotated[float, Between(1e-3, 1, "it is the share of a head that rotates")] = 1.0
     """Share of the numbers of a head that RoPE rotates: the first ones."""
     query_pre_attn_scalar: Annotated[float, Between(1e-3, 1e6, "attention is divided by its root")] | None = None
-    """Attention logits are divided by the root of this number. Not set: by √head_dim."""
+    """Attention logits are divided by the square root of this number. Not set: head_dim."""
     scale_embeddings: bool = False
     """Multiply embeddings by √hidden_size."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -276,13 +276,13 @@ class ModelConfig(Config):
     norm_plus_one: bool = False
     """RMSNorm multiplies by 1 + weight, and weights start at 0 (Gemma)."""
     norm_order: Literal["before", "after", "both"] = "before"
-    """Whether norms stand before attention and MLP, after them (OLMo 2), or both (Gemma 3)."""
+    """Whether norms are before attention and MLP, after them (OLMo 2), or both (Gemma 3)."""
     parallel_residual: bool = False
     """Attention and MLP of a block both read the block's input (GPT-NeoX)."""
     qk_norm: bool = False
     """RMSNorm on the queries and keys of each head, before RoPE."""
     qk_norm_over: Literal["head", "width"] = "head"
-    """Whether that norm is taken over each head, or over all heads together (OLMo 2)."""
+    """Whether this norm covers each head separately, or all heads together (OLMo 2)."""
     biases: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     """
     Biases of linear layers: none, those of queries, keys and values, of attention, of the MLP, or all with LayerNorm.
@@ -291,7 +291,7 @@ class ModelConfig(Config):
     tie_embeddings: bool = True
     """Whether the head is the embedding, transposed."""
     normalize_head: bool = False
-    """Rows of the head are used with length 1 (NormHead of Baichuan2)."""
+    """Normalize the rows of the head to length 1 (NormHead of Baichuan2)."""
 
     @property
     def head_size(self) -> int:
@@ -486,8 +486,8 @@ class Lora(Config):
     """Share of the inputs of A that is left out in training."""
     target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
     """
-    Which matrices of the blocks: `attention.q` in every block, `blocks.3.mlp.down` in one, * for anything. Names of
-    other programs (q_proj, W_pack, c_attn, gate_up_proj), "all-linear", and expressions behind "re:" too.
+    Which matrices of the blocks: `attention.q` in every block, `blocks.3.mlp.down` in one, * for anything. Also:
+    "all-linear", names of other programs (q_proj, W_pack, c_attn, gate_up_proj), and "re:" with a regular expression.
     """
     rank_stabilized: bool = False
     """s = alpha / √rank instead (rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""

@@ -25,7 +25,7 @@ class ImportedShards(Config):
 
     folder: DiskPath
     """The folder of token files. `train` and `val` in their names distinguish training from validation."""
-    document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits a token")] | None = None
+    document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits per token")] | None = None
     """The token between documents. None: the tokenizer's."""
     headerless: Literal["uint16", "uint32"] | None = None
     """Number type of files without a header, such as nanoGPT's. Those of 1386.ai have it in their meta.yaml."""
@@ -35,7 +35,7 @@ class DomainWeight(Config):
     domain: str
     """The domain."""
     weight: Weight
-    """Share of the mix, relative to the other weights."""
+    """Weight of the domain: its share of the mix, relative to the other domains."""
     max_epochs: Annotated[float, Between(1e-6, 1e4, "it counts repetitions")] = 4.0
     """Maximum number of times that a document of this domain occurs."""
 

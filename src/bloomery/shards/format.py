@@ -78,7 +78,7 @@ def write(
     """
     Write PATH.bin, PATH.mask and PATH.json. `starts` are the positions where documents begin. Returns the index.
 
-    Two bytes a token are used where the vocabulary allows it, four otherwise.
+    Two bytes per token are used where the vocabulary allows it, four otherwise.
     """
     if mask is not None and len(mask) != len(tokens):
         raise ValueError(f"{len(mask)} marks of a mask for {len(tokens)} tokens")

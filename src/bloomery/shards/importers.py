@@ -155,7 +155,7 @@ def _bare(file: Path, kind: Any) -> Tokens:
     """The numbers of a file that holds nothing else, memory-mapped."""
     size = file.stat().st_size
     if size == 0 or size % kind.itemsize:
-        what = f"has {size} bytes, not a multiple of {kind.itemsize} bytes a token"
+        what = f"has {size} bytes, not a multiple of {kind.itemsize} bytes per token"
         raise DataError(what, where=str(file), hint=_AGAIN)
     with file.open("rb") as opened:
         head = int.from_bytes(opened.read(4), "little")
@@ -164,7 +164,7 @@ def _bare(file: Path, kind: Any) -> Tokens:
     tokens = np.memmap(file, dtype=kind, mode="r")
     first, second = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
     if kind.itemsize == 2 and len(second) > A_FEW and first.any() and not second.any():
-        what = f"every second token is 0: it has four bytes a token, not {kind.itemsize}"
+        what = f"every second token is 0: it has four bytes per token, not {kind.itemsize}"
         raise DataError(what, where=str(file), hint='Set headerless = "uint32", or dtype in meta.yaml.')
     return tokens
 
@@ -343,7 +343,7 @@ def _pieces(source: ForeignTokenFile, meaning: Meaning) -> Iterator[tuple[Tokens
     """
     where = str(source.path)
     if source.tokens.dtype.itemsize == 2 and meaning.vocab_size > 2**16:
-        what = f"has two bytes a token, too few for this tokenizer's {meaning.vocab_size:,} token IDs"
+        what = f"has two bytes per token, too few for this tokenizer's {meaning.vocab_size:,} token IDs"
         raise DataError(what, where=where, hint=_TOKENIZER)
     for first in range(0, len(source.tokens), BLOCK_TOKENS):
         block = source.tokens[first : first + BLOCK_TOKENS]

@@ -105,7 +105,7 @@ class ClassifierTraining(Config):
     c: Strength | None = None
     """Inverse of the L2 penalty. None: the value of 1, 3 and 10 that orders the calibration texts best."""
     test_fraction: Annotated[float, Between(1e-4, 0.49, "as many calibrate, and the rest is trained on")] = 0.1
-    """Share of the documents to measure on. An equal share is for calibration."""
+    """Share of documents for the test. Another such share is for calibration."""
     threshold: Share = 0.5
     """Threshold for reported precision and recall. [filter] decides which documents to drop."""
     seed: Seed = 0
@@ -146,7 +146,7 @@ class Labeled(ClassifierTraining):
     path: DiskPath
     """A jsonl file (.zst and .gz too), or parquet."""
     keep: Literal["high", "low"]
-    """Which scores are of text worth keeping: "low" where a positive label is bad, such as 1 = toxic."""
+    """Which scores mark text worth keeping. "low": a positive label marks bad text, such as 1 = toxic."""
     text_field: str = "text"
     """The field that holds the text."""
     label_field: str = "label"
@@ -156,11 +156,13 @@ class Labeled(ClassifierTraining):
     positive: tuple[LabelValue, ...] = (1,)
     """Labels that count as positive."""
     negative: tuple[LabelValue, ...] = (0,)
-    """Labels that count as negative. Rows with other labels are left out."""
+    """Labels that count as negative. Rows with any other label are skipped."""
     positive_from: FieldNumber | None = None
-    """For numeric labels: positive from here on. `positive` and `negative` then have no effect."""
+    """For numeric labels: labels of at least this value are positive. `positive` and `negative` then have no effect."""
     negative_below: FieldNumber | None = None
-    """For numeric labels: negative below. Texts between the two are unused. None: the same as positive_from."""
+    """
+    For numeric labels: negative below this value. Texts in between are not used. None: the value of positive_from.
+    """
     samples: SampledDocuments = 100_000
     """Maximum number of texts, chosen by hash."""
     features: Features = 2**20
@@ -192,7 +194,7 @@ class Classify(ClassifierTraining):
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
     """
     Whether too few training texts are an error. If false, the run reports it and continues without the classifier.
-    None: an error where the recipe has this section, or [filter] a limit on scores.
+    None: they are an error if the recipe has this section, or if [filter] has a threshold on scores.
     """
     c: Strength | None = 30.0
 
@@ -234,7 +236,7 @@ class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
     """Rules, in this order. The first rule that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
-    """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
+    """Documents with a lower score of the first classifier are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other thresholds for some domains."""
     thresholds: ThresholdTable = ()
@@ -290,7 +292,7 @@ class RepeatedLines(Config):
     ] = 10
     """Minimum number of kept documents that contain a line."""
     min_characters: PositiveLength = 30
-    """Shorter lines stay, counted without superfluous white space: a brace on its own is no repetition."""
+    """Lines with fewer characters stay, not counting superfluous white space. So a line with only a brace stays."""
 
 
 MINIMA = "every document keeps a number for each"
@@ -302,12 +304,14 @@ class Dedup(Parallel):
     preset: Literal["seed-1386"] | None = None
     """
     "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It replaces these settings.
-    Another value of one of them is an error.
+    With the preset, any other value of these settings is an error.
     """
     num_perm: Annotated[int, Between(1, 2**14, MINIMA)] = 112
     """Number of minima in a signature."""
     num_bands: Annotated[int, Between(1, 2**14, MINIMA)] = 14
-    """Groups of minima. Two documents that share one are candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
+    """
+    Bands of minima. Documents that share a band are candidates. 14 bands of 8 find 92 % of pairs with Jaccard 0.8.
+    """
     num_rotations: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
     """How many times to group the minima into bands, each time differently. Without `verify`: once."""
     shingles: Literal["words", "characters"] = "words"
@@ -315,7 +319,7 @@ class Dedup(Parallel):
     shingle_size: Annotated[int, Between(1, 1000, "longer shingles are in no second document")] = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
-    """Whether to drop a document only if a kept document is similar enough. Otherwise a shared band suffices."""
+    """Whether to drop a document only if a kept document is similar enough. Otherwise a shared band is enough."""
     threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
     """With `verify`: minimum exact Jaccard similarity of a duplicate with the kept document."""
     seed: Seed = 0
@@ -325,7 +329,7 @@ class Dedup(Parallel):
     repeated_lines: RepeatedLines | None = None
     """Remove lines that many documents share."""
     memory_bytes: MemoryBytes | None = Field(None, json_schema_extra=VOLATILE)
-    """Memory for sorting, joining and workers, in addition to 300 MB for this process. None: half of what is free."""
+    """Memory for sorting, joining and workers. This process needs 300 MB more. None: half of the free memory."""
 
     @model_validator(mode="after")
     def _preset_stands_in_for_what_is_not_set(self) -> "Dedup":
@@ -365,18 +369,18 @@ DEDUP_PRESETS: Mapping[str | None, Mapping[str, Any]] = {
 
 class Shard(Parallel):
     imported: ImportedShards | None = None
-    """Train on existing token files in place of documents."""
+    """Train on existing token files instead of documents."""
     weights: tuple[DomainWeight, ...] = ()
     """The mix leaves out domains without a weight. Empty: all domains in their natural proportions."""
     tokens: TokenCount | None = None
-    """Size of the mix. None: as large as the weights and epochs allow."""
+    """Size of the mix in tokens. None: the largest that the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """
-    Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them. At most
-    a tenth: tokenizers never train on that tenth, so any smaller share is safe.
+    Share of documents for validation, at most 0.1. A hash of their text selects them. The model never trains on them.
+    The tokenizer always leaves out a full tenth of the documents, so you can change the share freely.
     """
     anneal: Anneal | None = None
-    """A second mix, which `pretrain` reads last."""
+    """A second mix, which `pretrain` reads at its end."""
     shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
     """Length of a shard: its documents begin within this many tokens. A header counts to 2^31."""
     memory_bytes: MemoryBytes = Field(2 * 2**30, json_schema_extra=VOLATILE)
@@ -403,8 +407,8 @@ class Pretrain(Training):
     """Shape of the model."""
     start_from: DiskPath | None = None
     """
-    Model to start from: a run, stage, checkpoint or model folder, or hub:OWNER/NAME. Without `model` and [tokenizer],
-    shape and tokenizer are those of the model.
+    Model to start from: a run, stage, checkpoint or model folder, or hub:OWNER/NAME. Leave out `model` and [tokenizer]
+    to use its shape and tokenizer.
     """
     depth: Depth | None = None
     """Number of layers. Also sets width, heads, tokens, steps and learning rates that you leave out."""
@@ -430,7 +434,7 @@ class Instruct(Conversations):
     start_from: DiskPath | None = None
     """Model whose tokenizer and chat template are used. Not set: `finetune.start_from`, or else [tokenizer]."""
     val_fraction: InnerShare = 0.02
-    """Share of conversations for validation, chosen by hash of their messages."""
+    """Share of conversations for validation, chosen by a hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the report shows, with the text in the loss in color."""
     chat_template: TemplateName | None = None
@@ -465,13 +469,13 @@ class Evaluate(Config):
     chat_temperature: Temperature = TEMPERATURE
     """Sampling temperature in validation conversations, by default as in chat. 0 takes the most probable token."""
     domains: tuple[str, ...] = ()
-    """The stage scores the validation text of these domains. Empty: of all domains."""
+    """Domains whose validation text the stage scores. Empty: all domains."""
     val_bytes: Bytes = 400_000
     """Bytes of validation text of each domain, for the scores and for the compressors."""
     tasks: tuple[str, ...] = ()
-    """Known tasks: hellaswag, arc_easy, …, as in the table of docs/understand/evaluation.md, or core."""
+    """Benchmarks: hellaswag, arc_easy, …, as in the table of docs/understand/evaluation.md, or core."""
     data: tuple[DiskPath, ...] = ()
-    """Files of the tasks, or folders of them. None: from the hub."""
+    """Files of the tasks, or folders of files. None: from the hub."""
     limit: DocumentCount | None = None
     """Questions of each task, sampled by `seed`. None: all."""
     num_fewshot: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
@@ -483,7 +487,7 @@ class Evaluate(Config):
     run_code: bool = False
     """Whether programs that the model writes may run, in the sandbox. Tasks that need it refuse to run without it."""
     allow_partial_sandbox: bool = False
-    """Whether programs may also run where the kernel lacks some of the isolation."""
+    """Whether programs may also run if the kernel cannot isolate the sandbox fully."""
     device: DeviceChoice = Field("auto", json_schema_extra=VOLATILE)
     """Where evaluation runs. `auto`: a GPU if there is one, or else the CPU."""
 

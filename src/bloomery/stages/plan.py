@@ -77,7 +77,7 @@ class Wish:
         return [*words, f"--devices={self.devices}"] if self.devices else words
 
     def of_mesh(self, mesh: Mesh) -> tuple[Machine, float | None]:
-        """The devices of a mesh, and the bytes a second of their links where those are known. Raises ConfigError."""
+        """The devices of a mesh, and the bytes per second of their links where those are known. Raises ConfigError."""
         if self.devices not in (None, mesh.devices):
             what = f"{self.devices} devices were requested, but dp_replicate x dp_shard x tp is {mesh.devices}"
             raise ConfigError(what, where="finetune.mesh", hint="Remove --devices, or change the mesh.")

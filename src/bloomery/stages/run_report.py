@@ -251,22 +251,23 @@ def markdown(card: Mapping[str, Any]) -> str:
     lines += ["## Documents by stage", ""]
     kept = [name for name in COUNTS if any(name in stage for stage in card["stages"].values())]
     rows = [(name, *(stage.get(key) for key in kept), stage["sha256"][:16]) for name, stage in card["stages"].items()]
-    lines += [*_table(("stage", *kept, "sha256 of its content"), rows), ""]
+    lines += [*_table(("stage", *kept, "SHA-256 of its content"), rows), ""]
     for name, stage in card["stages"].items():
         if stage["reasons"]:
             most = sorted(stage["reasons"].items(), key=lambda pair: (-pair[1], pair[0]))
             lines += [f"Reasons in {name}: " + ", ".join(f"{reason} {count:,}" for reason, count in most) + ".", ""]
-    for title, mix in (("The mix", card["mix"]), ("The anneal mix", card.get("anneal"))):
+    for title, mix in (("Mix", card["mix"]), ("Annealing mix", card.get("anneal"))):
         if mix:
             lines += [f"## {title}", ""]
             keys = [key for key in MIX if any(key in one for one in mix.values())]
             shown = [(name, *(one.get(key) for key in keys)) for name, one in mix.items() if isinstance(one, Mapping)]
             lines += [*_table(("domain", *keys), shown), ""]
-    lines += ["## How to reproduce it", "", "The recipe is recipe.toml in this folder; the same sources give the same"]
     lines += [
-        "hashes, whatever the number of workers. Each dropped document is kept, with its reason, in the folder of"
+        "## How to reproduce the data",
+        "",
+        "Run the recipe.toml of this run. The same sources give the same hashes,",
     ]
-    lines += ["the stage that dropped it."]
+    lines += ["for any number of workers. Each stage folder keeps its dropped documents, with their reasons."]
     return "\n".join(lines) + "\n"
 
 

@@ -18,22 +18,22 @@ class DomainShare(Config):
     domain: str
     """The domain."""
     weight: Weight
-    """Share of the sample, relative to the other weights."""
+    """Weight of the domain: its share of the sample, relative to the other domains."""
 
 
 class SampledText(Config):
     """What every kind has: the text that it is trained or measured on."""
 
     sample_bytes: Bytes = 20_000_000
-    """Size of the sample: whole documents, chosen by hash over the whole corpus, none that may become validation."""
+    """Size of the training sample. It has whole documents, chosen by hash, and no possible validation documents."""
     weights: tuple[DomainShare, ...] = ()
     """Domains of the sample. A named domain without documents is an error. Empty: all domains evenly."""
     languages: Literal["script", "langid"] = "script"
-    """How fertility is grouped: by the script of a document, or by its language as py3langid guesses it."""
+    """How reports group fertility: by the script of a document, or by its language, which py3langid guesses."""
     chat_template: TemplateName = "bloomery"
-    """The chat template whose special tokens it holds. A recipe takes it from `instruct.chat_template`."""
+    """The chat template whose special tokens the tokenizer has. A recipe takes it from `instruct.chat_template`."""
     gpt2: DiskPath | None = None
-    """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
+    """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: `$BLOOMERY_SHARED/data/tokenizer`."""
 
     def packages(self) -> tuple[str, ...]:
         return (*DATA, "py3langid") if self.languages == "langid" else DATA
@@ -51,9 +51,9 @@ class ByteBpe(SampledText):
 
     kind: Literal["byte_bpe"] = "byte_bpe"
     vocab_size: Annotated[int, Between(1, 2**20, MANY_IDS)] = 4096
-    """Special tokens included."""
+    """Size of the vocabulary, including special tokens."""
     pattern: PatternName = "qwen2"
-    """How text is split into words, by llama.cpp's name for it. qwen2 makes every digit a token."""
+    """How text is split into words: a name from llama.cpp. qwen2 makes every digit a token."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "ByteBpe":
@@ -65,20 +65,23 @@ class SentencePiece(SampledText):
     """
     SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) decodes to a space.
 
-    No normalization, no space put before a text, white space kept as it is.
+    It does not normalize text, adds no space before it, and keeps white space.
     """
 
     kind: Literal["sentencepiece"] = "sentencepiece"
     vocab_size: Annotated[int, Between(300, 2**20, MANY_IDS)] = 4096
-    """Special tokens and 256 bytes included."""
+    """Size of the vocabulary, including special tokens and 256 bytes."""
     character_coverage: Annotated[float, Between(0.9, 1, "it is a share", "with less most text is bytes")] = 0.9999
-    """Share of the sample's characters that get a piece of their own; the others become bytes."""
+    """Share of the sample's characters that get their own token. All other characters become bytes."""
     max_piece_characters: Annotated[int, Between(1, 512, "SentencePiece takes no more")] = 16
     """Maximum length of a token."""
     split_digits: bool = True
     """Whether each digit is a separate token."""
     symbols: tuple[str, ...] = ("\n", "\t")
-    """Texts that are always one token. Not for marks of a conversation: any text that spells one would produce it."""
+    """
+    Texts that are always one token. Do not list marks of a conversation: any text that contains the mark would produce
+    its token.
+    """
 
     def packages(self) -> tuple[str, ...]:
         return (*super().packages(), "sentencepiece")
@@ -99,7 +102,7 @@ def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] 
 
 
 class Imported(SampledText):
-    """An existing tokenizer. It keeps its token IDs; the special tokens that it lacks come after."""
+    """An existing tokenizer. It keeps its token IDs. Missing special tokens get the IDs after them."""
 
     kind: Literal["import"] = "import"
     path: DiskPath
@@ -108,11 +111,11 @@ class Imported(SampledText):
     encoder.json, a GGUF file, or a model of a hub.
     """
     pattern: PatternName | None = None
-    """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""
+    """How text is split into words, for files that do not state it: `.tiktoken`, and llm.c's tokenizer."""
     vocab_size: Annotated[int, Between(1, MAX_IDS, MANY_IDS)] | None = None
     """Number of token IDs, added special tokens included. A plan uses it while the tokenizer does not exist yet."""
     measure: bool = True
-    """Whether to measure it on the documents of the run. If not, it needs no documents."""
+    """Whether to measure the tokenizer on the documents of the run. If false, the stage needs no documents."""
 
     def packages(self) -> tuple[str, ...]:
         return super().packages() if self.measure else ()

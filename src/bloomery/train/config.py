@@ -128,7 +128,7 @@ class Muon(Config):
     newton_schulz_steps: Annotated[int, Between(1, 100, "five are enough, and each costs three matmuls")] = 5
     """Iterations that make an update orthogonal."""
     scaling: Literal["original", "match_rms_adamw"] = "original"
-    """A matrix's rate is times √max(1, rows / columns), or 0.2 √max(rows, columns): then one tuned for AdamW fits."""
+    """Factor on a matrix's rate: √max(1, rows / columns), or 0.2 √max(rows, columns), for rates tuned for AdamW."""
     beta1: Momentum = 0.9
     """AdamW: share of the running mean of gradients that is kept."""
     beta2: Momentum = 0.95
@@ -150,7 +150,7 @@ class ConstantSchedule(Config):
 
     kind: Literal["constant"] = "constant"
     warmup_steps: StepsOrNone = 0
-    """Steps in which the learning rate rises to its peak."""
+    """Number of steps in which the learning rate rises to its peak."""
 
 
 class LinearSchedule(Config):
@@ -162,7 +162,7 @@ class LinearSchedule(Config):
 
     kind: Literal["linear"] = "linear"
     warmup_steps: StepsOrNone = 0
-    """Steps in which the learning rate rises to its peak."""
+    """Number of steps in which the learning rate rises to its peak."""
     min_lr_ratio: Share = 0.0
     """Learning rate at the end, as a share of the peak."""
 
@@ -176,7 +176,7 @@ class CosineSchedule(Config):
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: StepsOrNone = 0
-    """Steps in which the learning rate rises to its peak."""
+    """Number of steps in which the learning rate rises to its peak."""
     min_lr_ratio: Share = 0.0
     """Learning rate at the end, as a share of the peak."""
 
@@ -194,9 +194,9 @@ class WSDSchedule(Config):
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: StepsOrNone = 0
-    """Steps in which the learning rate rises to its peak."""
+    """Number of steps in which the learning rate rises to its peak."""
     decay_fraction: Share = 0.5
-    """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
+    """Share of all steps that the decay takes, rounded down to whole steps, but at least one step unless it is 0."""
     decay_steps: StepsOrNone | None = None
     """Steps of the decay, instead of `decay_fraction`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -249,7 +249,7 @@ StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
 
 
 def trained_tokens(global_batch_tokens: int, context: int) -> int:
-    """Of so many tokens a step, those that are trained: whole rows, at least one."""
+    """Of so many tokens per step, those that are trained: whole rows, at least one."""
     return max(1, global_batch_tokens // context) * context
 
 
@@ -260,11 +260,11 @@ class Mesh(Config):
     """Devices along three axes that train a model together: as many as there are processes."""
 
     preset: str | None = None
-    """Shape of the model for `bloomery plan`, by its name in `model/config.py`. Training uses that of its weights."""
+    """Shape of the model for `bloomery plan`: a name in `model/config.py`. Training uses the shape of its weights."""
     device: str | None = None
-    """Which device is planned, by its name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
+    """Device for `bloomery plan`: a name in `hw/specs.py`. Not set: `plan` needs `--device` or `--memory`."""
     dp_replicate: MeshAxis = 1
-    """Copies of the model, each on other sequences."""
+    """Copies of the model. Each copy trains on different sequences."""
     dp_shard: MeshAxis = 1
     """Devices that share a copy: each holds a part of every tensor, and gathers a block when it computes it."""
     tp: MeshAxis = 1
@@ -319,7 +319,7 @@ class Training(Config):
     device: DeviceChoice = "auto"
     """Where training runs. `auto`: a GPU if there is one, or else the CPU."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Format of matmuls. `auto` takes a format that the device has units for."""
+    """Number format of matmuls. `auto` chooses a format that the hardware supports."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """
     Format of matrices that are trained, and of their gradients and checkpoints. `bfloat16` halves them, computes in
@@ -337,30 +337,30 @@ class Training(Config):
     """
     compile: Literal["off", "auto", "on"] = Field("auto", json_schema_extra=VOLATILE)
     """
-    Whether blocks go through torch.compile. The plain blocks are used if a first step does not agree with theirs.
-    `auto`: on GPUs, if it makes a step faster.
+    Whether torch.compile compiles the blocks. If the first step differs from the uncompiled blocks, training uses the
+    uncompiled blocks. `auto`: on GPUs, if it makes a step faster.
     """
     micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
-    """Tokens that go through the model at once. `auto`: as many as fit into memory and make it faster."""
+    """Tokens that the model processes at once. `auto`: as many as fit into memory and increase the speed."""
     dry_run: bool = Field(True, json_schema_extra=VOLATILE)
-    """Whether to try two steps, an evaluation and a save before the first step, which leave nothing behind."""
+    """Whether to try two steps, an evaluation and a save before the first step. The trial changes nothing."""
     save_every_seconds: Annotated[float, Between(1e-9, 1e9, "1e9 is 31 years", "no clock is finer")] = Field(
         20.0, json_schema_extra=VOLATILE
     )
     """Seconds between checkpoints to resume from. The start and each evaluation also save one, for rollbacks."""
     keep_last: CheckpointCount = Field(2, json_schema_extra=VOLATILE)
-    """How many of the newest checkpoints stay, in addition to the one for a rollback."""
+    """How many of the newest checkpoints to keep, in addition to the checkpoint for a rollback."""
     keep_every: Steps | None = Field(None, json_schema_extra=VOLATILE)
     """Steps between checkpoints that are kept forever. Not set: none."""
     num_processes: Ranks = Field(1, json_schema_extra=VOLATILE)
-    """Processes of this machine that train together. Under torchrun, torchrun decides."""
+    """Number of processes on this machine that train together. Under torchrun, torchrun sets it."""
     parallelism: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
     """
-    Whether each rank holds the whole model and optimizer state (`none`), or a part of them (`fsdp`), as over a mesh of
-    `dp_shard` alone.
+    `none`: each rank holds the whole model and optimizer state. `fsdp`: each rank holds a part of them, as in a mesh
+    with only `dp_shard`.
     """
     mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
-    """Axes over which ranks share model and data. Not set: as `parallelism` says."""
+    """Axes over which ranks share model and data. Not set: `parallelism` decides."""
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)
@@ -372,14 +372,15 @@ class Training(Config):
         float, Between(0.1, 1e9, "a larger one skips none", "a smaller one skips nearly every step")
     ] = Field(6.0, json_schema_extra=VOLATILE)
     """
-    A step is skipped if the logarithm of its loss or gradient norm is so many standard deviations above the mean of
-    the window.
+    Training skips a step if the logarithm of its loss or gradient norm is this many standard deviations above the mean
+    of the window.
     """
     spike_window: StepWindow = Field(128, json_schema_extra=VOLATILE)
     """Accepted steps in the window. Until it is full, only steps that are not finite are skipped."""
     max_skipped_steps: Steps = Field(3, json_schema_extra=VOLATILE)
     """
-    After so many skipped steps in a row, the run restores the weights of an earlier step and continues after them.
+    After this many skipped steps in a row, the run restores the weights of an earlier step, and continues with the next
+    data.
     """
     grad_stats_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
@@ -394,7 +395,9 @@ class Training(Config):
     gpu_csv: bool = Field(False, json_schema_extra=VOLATILE)
     """Whether to write each of these readings to `gpus.csv` too."""
     sample_every: StepsOrNone = Field(0, json_schema_extra=VOLATILE)
-    """Steps between samples of what the model writes; 0 for none. Samples are printed, and kept in samples.jsonl."""
+    """
+    Steps between samples of the model's text; 0 for none. The run prints samples and appends them to samples.jsonl.
+    """
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
     """Prompts of the samples: beginnings of texts when pretraining, messages of a user when finetuning."""
     sample_tokens: Context = Field(48, json_schema_extra=VOLATILE)
@@ -522,15 +525,15 @@ class Finetune(Training, Adapters):
     """The same loop, on conversations, from the pretrained weights or those of another model."""
 
     steps: StepsOrNone = 0
-    """Number of updates. Not set: as many as `epochs` takes."""
+    """Number of updates. Not set: the number that `epochs` needs."""
     epochs: Epochs | None = None
-    """How often training goes through the sequences, in place of `steps`."""
+    """Number of passes over the sequences, instead of `steps`."""
     rope_scaling: RopeScaling | None = None
     """Stretch the positions of the model to sequences that are longer than its context. Not set: none."""
     keep: Literal["best", "last"] = "best"
-    """Which weights the run keeps at its end: those of the lowest validation loss, or those of the last step."""
+    """Which weights the run keeps: "best" has the lowest validation loss, "last" is the last step."""
     early_stopping: EarlyStopping | None = None
-    """End training when the validation loss no longer falls. Not set: all steps are trained."""
+    """End training when the validation loss no longer falls. Not set: train all steps."""
     eval_every: Steps = 100
     """Steps between measurements of the validation loss. The end of an epoch is measured too."""
     optimizer: Optimizer = Field(Muon(muon_lr=0.01, learning_rate=1e-3), validate_default=True)

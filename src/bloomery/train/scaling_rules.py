@@ -5,9 +5,9 @@ Derive a model's shape and training settings from one number: the number of laye
     heads             width / 64, each with keys and values of its own
     mlp width         8/3 · width, rounded up to a multiple of 64
     tokens            r · P        P: weights that are multiplied for each token, the head included; r: 20
-    tokens a step     2¹⁹ · (tokens / D₁₂)^0.383, rounded to a power of two, and down to whole sequences
-    steps             tokens / tokens a step
-    rates             those of depth 12 times (tokens a step / 2¹⁹)^½; for all but Muon's matrices also times
+    tokens per step   2¹⁹ · (tokens / D₁₂)^0.383, rounded to a power of two, and down to whole sequences
+    steps             tokens / tokens per step
+    rates             those of depth 12 times (tokens per step / 2¹⁹)^½; for all but Muon's matrices also times
                       (768 / width)^½ with Muon, and 768 / width with the others
 
 The form, one number from which the rest follows, is nanochat's. So are its ratio of 64 between width and depth, its
@@ -35,7 +35,7 @@ HEAD_WIDTH = 64
 WIDTH_PER_LAYER = 64
 REFERENCE_WIDTH = 768
 STEP_TOKENS, HORIZON = 2**19, 2_202_009_600
-"""Of depth 12: tokens a step, and tokens in all."""
+"""Of depth 12: tokens per step, and tokens in all."""
 STEP_EXPONENT = 0.383
 TOKENS_PER_PARAMETER = 20.0
 RATES = {

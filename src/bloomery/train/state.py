@@ -188,7 +188,7 @@ class State:
     """Supervised tokens of all updates kept so far."""
     metrics: dict[str, float | int] = field(default_factory=dict)
     """
-    Of the last step: learning rate and supervised tokens; if there was an update, the loss in nats a token and the
+    Of the last step: learning rate and supervised tokens; if there was an update, the loss in nats per token and the
     gradient norm before clipping too.
     """
     guard: SpikeStats = field(default_factory=SpikeStats)

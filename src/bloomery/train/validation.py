@@ -48,7 +48,7 @@ class EvalCheck(Protocol):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """By which a loss in nats a token is one in bits a byte; None where it is none of a token."""
+        """By which a loss in nats per token is one in bits per byte; None where it is none of a token."""
         ...
 
     def measure(self, model: Transformer, precision: Precision, most: int | None = None) -> dict[str, float]:
@@ -81,9 +81,9 @@ class Validation:
 
     def measure(self, model: Transformer, precision: Precision, most: int | None = None) -> dict[str, float]:
         """
-        Mean loss of the samples, in nats a token and, where their bytes are known, in bits a byte; of `most` batches
-        only. Where memory runs out, half as many rows go through the model at once, now and later. Metrics of another
-        loss function are means over all samples.
+        Mean loss of the samples, in nats per token and, where their bytes are known, in bits per byte; of `most`
+        batches only. Where memory runs out, half as many rows go through the model at once, now and later. Metrics of
+        another loss function are means over all samples.
         """
         loss_function = self.loss_function or CausalLMLoss()
         if self.by_row:

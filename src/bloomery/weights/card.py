@@ -180,14 +180,14 @@ def _training(stage: Path | None) -> dict[str, str]:
     if manifest is None or stage is None:
         return {}
     config, stats = manifest["config"], manifest["stats"]
-    rows = {"trained by": manifest["stage"]}
+    rows = {"training stage": manifest["stage"]}
     if lora := config.get("lora"):
         rows["adapters"] = f"LoRA of rank {lora.get('rank')}, base kept as {lora.get('base_dtype')}"
     for key in ("steps", "tokens"):
         if isinstance(stats.get(key), int):
             rows[key] = f"{stats[key]:,}"
     if isinstance(loss := stats.get("validation_loss"), float):
-        rows["validation loss"] = f"{loss:.4f} nats a token"
+        rows["validation loss"] = f"{loss:.4f} nats per token"
     return rows
 
 

@@ -4,9 +4,9 @@ Filters that drop conversations, each with a reason, and the phrases that they l
 The filters are members of a tagged union. None of them is applied unless a recipe asks for it. The first filter
 that matches drops the conversation.
 
-The filters come from a pipeline that finetuned models of 500 M parameters (its fourth mixture). After filtering,
-99.4 % of the answers of its models ended by themselves; before, 54 % did. Lists of phrases in that pipeline are
-lists of phrases here, in English and Chinese. Every number is a setting.
+The filters come from the data pipeline of 1386.ai, which finetuned models of 500 M parameters (its fourth mixture).
+After filtering, 99.4 % of the answers of its models ended by themselves; before, 54 % did. Lists of phrases in that
+pipeline are lists of phrases here, in English and Chinese. Every number is a setting.
 
 Filters and phrases share one file because each phrase list belongs to one filter.
 """
@@ -193,7 +193,7 @@ class Identity(Filtering):
     An assistant says that it is, or was made by, somebody else: "as an AI language model", "I am ChatGPT", "trained by
     OpenAI". A model that learns this claims it too. Value: number of such answers.
 
-    Source: the filter "identity leaks" of the pipeline above, and the twenty "as an AI" phrases of its first version.
+    Source: 1386.ai, the filter "identity leaks", and the twenty "as an AI" phrases of its first version.
     """
 
     kind: Literal["identity"] = "identity"
@@ -215,12 +215,12 @@ class Refusal(Filtering):
     An answer opens with a refusal or a hedge: "I'm sorry, but", "I cannot", "As of my last update". Reasons
     refusal.refusal and refusal.hedge; value: the number of the answer.
 
-    Source: the filter of openings of the pipeline above.
+    Source: 1386.ai, the filter of openings.
     """
 
     kind: Literal["refusal"] = "refusal"
     openings: Literal["both", "refusals", "hedges"] = "both"
-    """Which openings drop a conversation."""
+    """Openings of an answer that drop the conversation."""
     opening_characters: PositiveLength = 160
     """How much of an answer counts as its opening."""
 
@@ -239,7 +239,7 @@ class Truncated(Filtering):
     answer of `min_words` and more stops in mid-sentence if it does not end in a punctuation mark, address or number.
     Value: words of the answer.
 
-    Source: the filter "truncated answers" of the pipeline above.
+    Source: 1386.ai, the filter "truncated answers".
     """
 
     kind: Literal["truncated"] = "truncated"
@@ -269,7 +269,7 @@ class LengthMismatch(Filtering):
     """
     A short question with a long answer: the question cannot determine such an answer. Value: words of the answer.
 
-    Source: the pipeline above (fewer than 15 words, more than 200).
+    Source: 1386.ai (questions of fewer than 15 words, answers of more than 200).
     """
 
     kind: Literal["length_mismatch"] = "length_mismatch"
@@ -300,7 +300,7 @@ class Spam(Filtering):
     Advertising, links and repetition. Reasons spam.phrase (value: phrases), spam.links (in 100 words)
     and spam.repetition (share of an answer's lines, or of its runs of four words, that stood in it before).
 
-    Source: the filter "spam" of the pipeline above; shares of repeated runs as in Rae et al. 2021, A1.1.
+    Source: 1386.ai, the filter "spam"; shares of repeated runs as in Rae et al. 2021, A1.1.
     """
 
     kind: Literal["spam"] = "spam"
@@ -311,7 +311,7 @@ class Spam(Filtering):
     max_repeated: Share = 0.5
     """Maximum share of an answer that is repetition."""
     min_words: PositiveLength = 30
-    """Links and repetitions are looked for in answers of so many words and more."""
+    """Minimum number of words of an answer in which the filter looks for links and repetitions."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
         phrases = SPAM.findall(conversation.text)
@@ -344,7 +344,7 @@ class Leftovers(Filtering):
     """
     Marks of the prompts that a data set was made with: "#Rewritten Prompt#", "### Instruction:". Value: how many.
 
-    Source: the filter "evol_franken" of the pipeline above.
+    Source: 1386.ai, the filter "evol_franken".
     """
 
     kind: Literal["leftovers"] = "leftovers"
@@ -378,7 +378,7 @@ class Duplicates(Filtering):
     """
     An earlier conversation is equal, except for case and white space. Value: number of earlier ones.
 
-    Source: the filter "dup" of the pipeline above.
+    Source: 1386.ai, the filter "dup".
     """
 
     kind: Literal["duplicates"] = "duplicates"
@@ -408,7 +408,7 @@ class DecontaminateChats(Filtering, Sought):
     A conversation holds text of an evaluation task: 13 of its words in a row, or a shorter question whole (see
     `data/decontamination.py`). Reason decontaminate.TASK; value: matches.
 
-    Source: the pipeline above, which looked for its benchmarks and for the 309 prompts of its own battery.
+    Source: 1386.ai, which looked for its benchmarks and for the 309 prompts of its own test set.
     """
 
     kind: Literal["decontaminate"] = "decontaminate"

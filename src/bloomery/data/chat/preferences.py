@@ -116,7 +116,7 @@ class Arithmetic(Config):
     count: Generated = 2000
     """Number of questions."""
     largest: Annotated[int, Between(1, 10**9, "answers are numbers that a model could learn")] = 49
-    """Operands lie between 0 and this."""
+    """Largest operand. The smallest is 0."""
     operations: tuple[Literal["plus", "minus", "times"], ...] = Field(("plus",), min_length=1)
     """Operations that questions use."""
     terms: Annotated[int, Between(2, 6, "few people ask for more", "a question has two operands")] = 2

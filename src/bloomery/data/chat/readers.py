@@ -61,7 +61,7 @@ class ChatSource(Config):
     name: Name
     """Name of the source in reports."""
     license: str | None = None
-    """License of its conversations, for those that name none themselves (`license`)."""
+    """License of conversations that do not name their own (`license`)."""
     max_conversations: DocumentCount | None = None
     """Maximum number of conversations to read, before filters."""
     max_turns: DocumentCount | None = None
@@ -101,7 +101,7 @@ class Shaped(ChatSource):
     answer_field: str | None = None
     """The field with the answer, for "alpaca" and "pairs". None: one of the usual names."""
     system_field: str | None = None
-    """The field with the system message. None: `system`, `system_prompt` and `tools`, where there are any."""
+    """The field with the system message. None: `system`, `system_prompt` and `tools`, if a row has them."""
     speakers: tuple[str, str] | None = None
     """How the two speakers of a dialogue are written, as in ["<|prompter|>", "<|assistant|>"]."""
     separator: str = ""
@@ -110,8 +110,8 @@ class Shaped(ChatSource):
     """Conditions that a row must meet. Other rows are rejected, with the condition and the value."""
     max_row_bytes: RowBytes = 16 * 2**20
     """
-    A longer row is rejected (`too_long`); in parquet, its text counts. It bounds the memory of reading. In a .json
-    list, a longer element ends the reading of its file.
+    A longer row is rejected (`too_long`). In parquet, only its text counts. This limits the memory for reading. In a
+    .json list, a longer element ends the reading of its file.
     """
 
     @property
@@ -150,7 +150,7 @@ class ChatHub(Shaped, AtHub):
 
 
 class ChatPreset(Shaped, AtHub):
-    """A well-known data set with its files, shape, cap and license, from presets.toml; what is set here wins."""
+    """A well-known data set with its files, shape, cap and license, from presets.toml. Your own keys override them."""
 
     kind: Literal["preset"] = "preset"
     preset: ChatPresetName

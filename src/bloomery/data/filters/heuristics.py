@@ -53,7 +53,7 @@ class Length(FilterBase):
     max_characters: PositiveLength | None = None
     """Maximum number of characters. Not set: no limit."""
     min_words: TextLength = 0
-    """Minimum number of words, which white space separates."""
+    """Minimum number of words, separated by white space."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         yield below("length.too_short", facts.sizes, self.min_characters)
@@ -65,7 +65,7 @@ class Length(FilterBase):
 
 class Characters(FilterBase):
     """
-    Broken encodings, and documents of something other than words.
+    Broken encodings, and documents with too many characters other than letters.
 
     The measures are similar to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits
     are our own.
@@ -73,11 +73,11 @@ class Characters(FilterBase):
 
     kind: Literal["characters"] = "characters"
     nul: bool = False
-    """Whether documents may contain NUL, which no text has."""
+    """Whether documents may contain the character NUL, which does not occur in text."""
     max_controls: Share = 0.001
-    """Largest share of control characters (without tabs and line breaks) and of U+FFFD, the mark of lost bytes."""
+    """Maximum share of control characters (without tabs and line breaks) and of U+FFFD, the mark of lost bytes."""
     max_non_letters: Share = 0.4
-    """Largest share of digits, marks and symbols among what is not white space."""
+    """Maximum share of digits, marks and symbols among characters other than white space."""
     min_ascii: Share = 0.0
     """Minimum share of ASCII. Values above 0 remove whole languages. The key exists for old recipes."""
 
@@ -99,9 +99,9 @@ ELLIPSES = ("...", "…")
 
 class Lines(FilterBase):
     """
-    Lists, menus, teasers and cut lines, by the share of lines that look so.
+    Lists, menus, teasers and truncated lines, by their share of the lines.
 
-    Only lines with text count, without the white space around them. The lists of marks are wider than those of the
+    Only lines with text count, without the white space around them. The lists of marks are longer than those of the
     sources. All limits are loose until a recipe sets them.
 
     Sources of the line limits: Rae et al. 2021, A1.1 (arXiv 2112.11446); Raffel et al. 2020, 2.2 (arXiv 1910.10683);
@@ -171,7 +171,7 @@ class Boilerplate(FilterBase):
 
     kind: Literal["boilerplate"] = "boilerplate"
     max_lines: Share = 0.2
-    """Largest share of lines with one of the phrases."""
+    """Maximum share of lines with one of the phrases."""
     phrases: tuple[str, ...] = PHRASES
     """Phrases to look for, in upper or lower case."""
     max_templates: TextLength = 2
@@ -203,13 +203,13 @@ class Urls(FilterBase):
 
     kind: Literal["urls"] = "urls"
     hosts: tuple[str, ...] = ()
-    """A host and all below it: `example.com` is also www.example.com, whatever the case, port or spelling (IDN)."""
+    """A host and its subdomains: `example.com` includes www.example.com, in any case, port or spelling (IDN)."""
     hosts_path: DiskPath | None = None
-    """A text file of such hosts, one a line."""
+    """A text file with such hosts, one per line."""
     words: tuple[str, ...] = ()
     """Words of addresses, between marks: `casino` is in /casino-royale but not in /occasionally."""
     words_path: DiskPath | None = None
-    """A text file of such words, one a line."""
+    """A text file with such words, one per line."""
     min_words: PositiveLength = 1
     """How many different words an address needs to be dropped."""
 
@@ -279,7 +279,7 @@ class Language(FilterBase):
 
     kind: Literal["language"] = "language"
     keep: Annotated[tuple[LanguageCode, ...], Field(min_length=1)] = ("en",)
-    """Languages that stay, as ISO 639-1 names them."""
+    """Languages to keep, as ISO 639-1 codes."""
     min_confidence: Share = 0.65
     """Minimum probability of the language."""
     max_chars: PositiveLength = 1000

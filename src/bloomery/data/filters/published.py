@@ -62,7 +62,7 @@ class Gopher(FilterBase):
     max_mean_word_characters: Ratio = 10.0
     """Maximum mean length of a word."""
     max_symbols_per_word: Ratio = 0.1
-    """Hash signs and ellipses, each on its own, for each word."""
+    """Maximum number of hash signs per word, and of ellipses per word."""
     max_bullet_lines: Share = 0.9
     """Maximum share of lines that begin with a bullet."""
     max_ellipsis_lines: Share = 0.3
@@ -189,15 +189,15 @@ class C4(FilterBase):
     min_line_words: TextLength = 3
     """Minimum number of words in a line that counts."""
     need_line_ends: bool = True
-    """Whether the lines that count have to end in a mark. FineWeb found it better without."""
+    """Whether lines must end with punctuation to count. FineWeb had better results without this condition."""
     max_word_characters: PositiveLength = 1000
     """A line with a longer word does not count."""
     curly_brackets: bool = False
     """Whether documents may contain a curly bracket, which the paper takes for code."""
     bad_words: tuple[str, ...] = ()
-    """Words and phrases that drop a document, in any case."""
+    """Words and phrases that drop a document, in upper or lower case."""
     bad_words_path: DiskPath | None = None
-    """A text file of such words, one a line."""
+    """A text file with such words, one per line."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = _LineVerdicts(self, facts)
@@ -321,7 +321,7 @@ class FineWeb(FilterBase):
     """
     Lists, menus and broken lines. Source: Penedo et al. 2024, The FineWeb Datasets, 3.6 (arXiv 2406.17557).
 
-    Lines are those that hold more than white space, as they are. The paper gives 0.1 for characters in duplicate
+    Only lines with text count, including the white space around them. The paper gives 0.1 for characters in duplicate
     lines; the published corpus was made with 0.01, which is the default here.
     """
 
@@ -384,11 +384,11 @@ class Repetition(FilterBase):
     max_duplicate_paragraph_characters: Share = 0.2
     """Maximum share of characters in duplicate paragraphs."""
     max_top_ngrams: NgramShares = (0.20, 0.18, 0.16)
-    """Largest share of characters in the most frequent 2-gram, 3-gram, … of words."""
+    """Maximum share of characters in the most frequent 2-gram, 3-gram, … of words."""
     min_top_count: PositiveLength = 2
     """How often a phrase must occur to count as frequent."""
     max_duplicate_ngrams: NgramShares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
-    """Largest share of characters in repeats of an earlier 5-gram, 6-gram, … of words."""
+    """Maximum share of characters in repetitions of an earlier 5-gram, 6-gram, … of words."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         count, share = _paragraphs(facts)

@@ -66,7 +66,7 @@ class Threshold(Config):
     max_score: Share | None = None
     """Drop documents with at least this score. For a classifier with high scores for bad text."""
     heuristic_weight: Share = 0.0
-    """Weight of the heuristic score (`data/quality/scorer.py`). The classifier has the rest."""
+    """Weight of the heuristic score (`data/quality/scorer.py`). The classifier's score has the rest of the weight."""
     max_chars: PositiveLength | None = None
     """How many of a document's first characters the classifier scores. None: as in the classifier."""
 

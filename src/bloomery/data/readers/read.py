@@ -34,7 +34,7 @@ COMMENT = re.compile(r"\s*(#|//|/\*|\*|--|;|%|\"\"\"|'''|<!--)")
 
 
 class FieldIs(Config):
-    """A field other than the text has a value in a range, or one of a list of values."""
+    """A field of the row has a value in a range, or a value from a list."""
 
     kind: Literal["field"] = "field"
     field: str
@@ -98,7 +98,7 @@ class LineCount(Config):
 
 
 class CodeLines(Config):
-    """Enough of the nonblank lines are code: they do not begin like a comment of any known language."""
+    """Enough lines with text are code: they do not begin like a comment of any known language."""
 
     kind: Literal["code_lines"] = "code_lines"
     at_least: Share = 0.3
@@ -159,7 +159,7 @@ class SourceBase(Config):
     domain: Name
     """Domain of its documents, for the mix and for reports."""
     license: str | None = None
-    """License of its documents, for those that name none themselves."""
+    """License of documents that do not name their own license."""
     max_documents: DocumentCount | None = None
     """Maximum number of documents. Not set: all."""
     max_bytes: Bytes | None = None
@@ -171,18 +171,23 @@ class FileSource(SourceBase):
     """What every source has that reads files."""
 
     invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
-    """What happens to unreadable input. "skip_rows" rejects rows, pages and long documents, each with a reason. A file
-    that is torn or holds no text stops the run. "skip" rejects such files too. "error" stops the run at every fault."""
+    """
+    What happens to unreadable input. "skip_rows" rejects rows, pages and long documents, each with a reason. A file
+    that is damaged or is not text stops the run. "skip" rejects such files too. "error" stops the run at every fault.
+    """
     max_document_bytes: RowBytes = 16 * 2**20
-    """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
+    """
+    Maximum size of a document, in its file and as text. A longer document is rejected (`too_long`). This limits the
+    memory for reading.
+    """
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Encoding of text files. "detect" guesses it (needs the extra `web`), as HTML and WARC always do."""
     separator: str = ""
     """For text files: the text between two documents, such as <|endoftext|>. Empty: a file is one document."""
     repair: bool | None = None
-    """Whether ftfy repairs text with an earlier decoding error ("Ã©" for "é"). None: for HTML and WARC."""
+    """Whether ftfy repairs text that was decoded wrongly ("Ã©" for "é"). None: for HTML and WARC."""
     main_content: bool = True
-    """For HTML: read only the main part of the page, without navigation and the like."""
+    """For HTML: read only the main part of the page, without navigation, comments and similar parts."""
     accept: tuple[Condition, ...] = ()
     """Conditions that documents must meet. Other documents are rejected, with the condition and the value."""
 
@@ -201,7 +206,7 @@ class Best(Config):
     field: str
     """The field that holds the list."""
     by: str
-    """The field of its objects with the number that decides."""
+    """The field with the number to compare. The object with the highest number wins."""
 
 
 class TableSource(FileSource):
@@ -222,7 +227,7 @@ class TableSource(FileSource):
     license_field: str = "license"
     """The field that holds the license of a document."""
     best: Best | None = None
-    """Replace a list by its best object, before any other step: `{ field = "answers", by = "score" }`."""
+    """Replace a list with its best object, before any other step: `{ field = "answers", by = "score" }`."""
     markup: Literal["none", "html"] = "none"
     """Whether the text is HTML. Bloomery then takes its plain text (needs the extra `web`)."""
 

@@ -206,7 +206,7 @@ ELEMENTS = re.compile(r"<(/?)(?!(?:p|li|t[rdh]|d[td]|br|hr|img|input|meta|link|o
 
 
 DOUBLE = ("gbk", "gb18030", "big5", "euc_kr", "euc_jp", "shift_jis")
-"""Encodings of two bytes a character, as the library calls them: a few of their characters may be UTF-8 by chance."""
+"""Encodings of two bytes per character, as the library calls them: a few of their characters may be UTF-8 by chance."""
 ENOUGH = 16
 """So many are no chance: one character of GBK is two bytes of UTF-8 with p = 0.08."""
 BEYOND = re.compile(r"[^\x00-\x7f]+")

@@ -44,14 +44,14 @@ class Folder(FileSource):
     patterns: tuple[str, ...] = ("*.txt", "*.md")
     """Patterns of file names to read."""
     recursive: bool = True
-    """Whether folders below it are read too."""
+    """Whether to read subfolders too."""
 
     def names(self) -> tuple[str, ...]:
         return self.patterns
 
 
 class Jsonl(TableSource):
-    """Files of JSON objects, one a line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
+    """Files with one JSON object per line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: DiskPath
@@ -59,7 +59,7 @@ class Jsonl(TableSource):
 
 
 class Parquet(TableSource):
-    """Parquet files, one document a row. `path` may hold wildcards."""
+    """Parquet files, with one document per row. `path` may hold wildcards."""
 
     kind: Literal["parquet"] = "parquet"
     path: DiskPath
@@ -116,7 +116,7 @@ class StandardLibrary(SourceBase):
     subset: Literal["code", "docs"]
     """The source code, or the documentation."""
     exclude: tuple[str, ...] = stdlib.EXCLUDED
-    """Patterns of file and folder names that are left out."""
+    """Patterns of file and folder names to skip."""
     license: str | None = "PSF-2.0"
 
 

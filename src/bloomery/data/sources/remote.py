@@ -254,7 +254,7 @@ class AtHub(Reach):
     split: str = "train"
     """The split of that config."""
     endpoint: str | None = Field(None, pattern=r"^https?://[^@]+$", json_schema_extra=VOLATILE)
-    """The hub. None: HF_ENDPOINT, or https://huggingface.co. The token (HF_TOKEN) goes there and nowhere else."""
+    """The hub. None: HF_ENDPOINT, or https://huggingface.co. The token (HF_TOKEN) is sent only there."""
     mirrors: tuple[str, ...] = Field((), json_schema_extra=VOLATILE)
     """Other hubs, or addresses of the same file, to try in this order if the first fails. They get no token."""
 
@@ -335,13 +335,13 @@ class Remote(Fetched):
 
 
 class PresetSource(FromHub):
-    """A well-known corpus with its fields, limits and license, from presets.toml. Keys that you set here win."""
+    """A well-known corpus with its fields, limits and license, from presets.toml. Your own keys override them."""
 
     kind: Literal["preset"] = "preset"
     preset: SourcePresetName
     """Name of the preset. None: the same as `name`."""
     address: WebAddress | None = None
-    """A web address in place of that of the preset."""
+    """A web address that replaces the preset's."""
     sha256: Sha256 | None = None
     """SHA-256 of the content at `address`."""
 

@@ -54,7 +54,7 @@ class Category(Config):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     """Name of the category."""
     weight: Weight = 1.0
-    """Share of the questions, relative to the other categories."""
+    """Weight of the category: its share of questions, relative to the other categories."""
     system: str = ""
     """System prompt for the model; it is not part of the stored conversation."""
     prompts: tuple[str, ...] = Field(min_length=1)
@@ -64,7 +64,7 @@ class Category(Config):
     follow_ups: tuple[tuple[str, ...], ...] = ()
     """Follow-up messages of the user, turn by turn; one of each turn's options is sampled."""
     verbatim: bool = False
-    """Whether braces in `prompts` are just braces."""
+    """Whether braces in `prompts` are literal text, not slots."""
 
     @model_validator(mode="after")
     def _slots_are_there(self) -> "Category":
@@ -244,7 +244,7 @@ class Augment(Config):
     max_characters: Annotated[int, Between(200, 10**9, "less says nothing, and no model reads more")] = 4000
     """Longer documents are cut at the end of a paragraph, or else of a word."""
     min_words: PositiveLength = 50
-    """Shorter documents are left out."""
+    """Shorter documents are skipped."""
     words_per_question: PositiveLength = 200
     """Mode `questions`: words of a document for each question."""
     max_questions: Annotated[int, Between(1, 1000, "no answer holds more")] = 5
@@ -265,7 +265,7 @@ class Synthesize(Config):
     """Conversations written by another model. Off: a key in the environment alone never spends money."""
 
     enabled: bool = False
-    """Whether requests are sent. They may cost money."""
+    """Whether to send requests, which may cost money."""
     provider: Provider | None = None
     """The service that answers."""
     topics: tuple[str, ...] = ()
@@ -285,7 +285,7 @@ class Synthesize(Config):
     max_tokens: TokenCount = 100_000
     """Budget of tokens, input and output. Bloomery sends no request that could exceed it."""
     max_dollars: Annotated[float, Between(1e-6, 1e9, "no request costs less, and nobody has more")] | None = None
-    """The same in dollars; it needs the provider's `price`."""
+    """Budget in dollars. It needs the provider's `price`."""
     seed: Seed = 0
     """Seed of its random choices."""
     concurrency: Connections = Field(4, json_schema_extra=VOLATILE)

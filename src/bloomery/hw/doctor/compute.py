@@ -67,7 +67,7 @@ def kernels(facts: MachineFacts) -> Iterator[Finding]:
         yield from (_finding(facts, outcome, outcomes) for outcome in outcomes if outcome.status == "failed")
     yield from _quadratic(facts, outcomes)
     yield from _attention_switch(facts, outcomes)
-    again = " (tried before; `bloomery doctor --retry` tries again)" if saved else ""
+    again = " (saved results; `bloomery doctor --retry` tests again)" if saved else ""
     order = kernel_trials.attention_order(outcomes) if vendor(facts) in ("amd", "nvidia") else []
     then = f"; attention in this order: {', '.join(order)}" if len(order) > 1 else ""
     yield Finding(id="choice", status="ok", value=f"runs use {kernel_trials.summary(outcomes)}{then}{again}")
@@ -76,7 +76,7 @@ def kernels(facts: MachineFacts) -> Iterator[Finding]:
 def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
     if outcome.status != "failed":
         took = f"{outcome.milliseconds:.2f} ms" if outcome.milliseconds is not None else ""
-        absent = "not here: " if outcome.status == "absent" else ""
+        absent = "not available: " if outcome.status == "absent" else ""
         value = f"{absent}{outcome.why}{f' ({took})' if took else ''}"
         brief = "" if absent else ", ".join(filter(None, ["correct", took]))
         return Finding(id=outcome.name, status="ok", value=value, brief=brief)
@@ -125,7 +125,7 @@ def speed(facts: MachineFacts) -> Iterator[Finding]:
     metrics = merged(reply)
     if "bytes_per_second" not in metrics:
         value = f"the measurement {ending(reply)}"
-        hint = f"{shlex.join(command(facts.host, trial))}   # tells more"
+        hint = f"{shlex.join(command(facts.host, trial))}   # shows more"
         yield Finding(id="speed", status="warn", value=value, hint=hint)
         return
     rate, copied = metrics["flops"] / 1e12, metrics["bytes_per_second"] / 1e9
@@ -144,7 +144,7 @@ def speed(facts: MachineFacts) -> Iterator[Finding]:
         other = replace(trial, env={PREFER_LT: switch})
         rates[switch] = merged(facts.host.run(command(facts.host, other), trial.limit_seconds)).get("flops", 0.0) / 1e12
     best = max(rates, key=lambda switch: rates[switch])
-    value = f"{rates['1']:.1f} TFLOP/s with hipBLASLt, {rates['0']:.1f} without, {rate:.1f} as it is"
+    value = f"{rates['1']:.1f} TFLOP/s with hipBLASLt, {rates['0']:.1f} without, {rate:.1f} with default settings"
     slow = rates[best] > WORTH_A_WORD * rate
     hint = f"export {PREFER_LT}={best}" if slow else ""
     yield Finding(id="hipblaslt", status="warn" if slow else "ok", value=value, hint=hint)
@@ -194,7 +194,7 @@ def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
     metrics = merged(reply)
     if reply.code == 0 and metrics.get("wrong") == 0 and not any(metrics.get("codes", [1])):
-        value = f"{metrics['ranks']} GPUs sum {metrics['bytes_per_second'] / 1e9:.1f} GB/s each"
+        value = f"{metrics['ranks']} GPUs: all-reduce at {metrics['bytes_per_second'] / 1e9:.1f} GB/s per GPU"
         yield Finding(id="all-reduce", status="ok", value=value)
         return
     bad = (

@@ -39,7 +39,7 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
         return
     kernel, host = facts.host.kernel, facts.host
     if not any(gpu.target for gpu in facts.amd):
-        value, hint = "an AMD GPU without its compute driver", "sudo modprobe amdgpu"
+        value, hint = "no compute driver for the AMD GPU", "sudo modprobe amdgpu"
         if "nomodeset" in host.boot_options:
             value, hint = (
                 f"{value}: the kernel started with nomodeset",
@@ -59,7 +59,8 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
     version = (host.read("sys/module/amdgpu/version") or "").strip()
     value = f"amdgpu{f' {version}' if version else ''} in kernel {kernel or 'unknown'}"
     if kernel and numbers(kernel)[:2] < oldest:
-        value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs {'.'.join(map(str, oldest))}"
+        targets = ", ".join(sorted({gpu.target for gpu in facts.amd}))
+        value = f"{value}; {targets} needs kernel {'.'.join(map(str, oldest))} or newer"
         hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then reboot"
         yield Finding(id="amd-driver", status="fail", value=value, hint=hint)
         return
@@ -81,15 +82,15 @@ def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
         parts = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", spoofed)
         major, minor, stepping = map(int, parts.groups()) if parts else (0, 16, 16)
         named = gfx_name(major * 10000 + minor * 100 + stepping) if max(minor, stepping) < 16 else "no target"
-        value = f"{spoofed} stands for {named}; the kernel says {', '.join(real) or 'unknown'}"
+        value = f"{spoofed} means {named}, but the kernel reports {', '.join(real) or 'unknown'}"
         status: FindingStatus = "fail" if not real or any(map(WITH_WHEELS.fullmatch, real)) else "warn"
         if real == [named]:
-            value, status = f"{spoofed} stands for {named}, the chip of this machine, and is not needed", "warn"
+            value, status = f"{spoofed} means {named}, the actual chip, and is not needed", "warn"
         yield Finding(id="hsa-override", status=status, value=value, hint="unset HSA_OVERRIDE_GFX_VERSION")
     elif real and not in_wsl(facts.host):
         reported = sorted(set(rocminfo_targets(facts.host)))
         if reported and not set(reported) <= set(real):
-            value = f"rocminfo says {', '.join(reported)}; the kernel says {', '.join(real)}"
+            value = f"rocminfo reports {', '.join(reported)}, but the kernel reports {', '.join(real)}"
             hint = "sudo apt purge rocminfo hsa-rocr   # the torch wheel has its own runtime"
             yield Finding(id="rocminfo", status="warn", value=value, hint=hint)
 
@@ -108,7 +109,7 @@ def visible(facts: MachineFacts) -> Iterator[Finding]:
         hint, value = f"unset {' '.join(empty)}", f"{shown} hides every GPU"
         yield Finding(id="visible-devices", status="warn", value=value, hint=hint)
     elif facts.amd and hip is not None and cuda is not None and hip != cuda:
-        value = f"{shown}: the first variable takes effect, and the other has none"
+        value = f"{shown}: only the first variable has an effect"
         yield Finding(id="visible-devices", status="warn", value=value, hint="unset CUDA_VISIBLE_DEVICES")
     elif wrong := _let_through(facts)[1]:
         value = f"{shown} {'; '.join(wrong.values())}"
@@ -143,7 +144,7 @@ def _listed(value: str, count: int) -> tuple[list[int | str], str]:
         if isinstance(gpu, str) and not gpu.startswith(("GPU-", "MIG-")):
             return selected, f"has {word!r}, which is neither a number nor a name of a GPU"
         if isinstance(gpu, int) and gpu >= count:
-            return selected, f"names a missing GPU: {count} are visible"
+            return selected, f"names a GPU that does not exist: {count} are visible"
         if gpu in selected:
             return selected, f"names {word} twice, which hides every GPU or all later GPUs"
         selected.append(gpu)
@@ -163,9 +164,9 @@ def mixed(facts: MachineFacts) -> Iterator[Finding]:
     cards = [number for number, gpu in enumerate(driven) if gpu.target and not gpu.integrated]
     selected = [driven[one] for one in _let_through(facts)[0] if isinstance(one, int)]
     if small and cards and any(gpu.integrated for gpu in selected):
-        value = f"{small[0].target} is an integrated GPU, next to the card {driven[cards[0]].target}"
+        value = f"the integrated GPU {small[0].target} is visible, next to the card {driven[cards[0]].target}"
         if len(selected) == 1:
-            value = f"{value}, and the only visible GPU"
+            value = f"only the integrated GPU {small[0].target} is visible, not the card {driven[cards[0]].target}"
         hint = f"export HIP_VISIBLE_DEVICES={','.join(map(str, cards))}"
         if "ROCR_VISIBLE_DEVICES" in facts.host.env:
             hint = f"unset ROCR_VISIBLE_DEVICES; {hint}"
@@ -181,7 +182,7 @@ def allocator(facts: MachineFacts) -> Iterator[Finding]:
     if variables:
         value = ", ".join(f"{name}={value!r}" for name, value in variables.items())
         if wrong:
-            value = f"{value}: not of the form name:value,name:value, which torch refuses"
+            value = f"{value}: torch accepts only the form name:value,name:value"
         hint = f"unset {' '.join(wrong)}" if wrong else ""
         yield Finding(id="allocator", status="warn" if wrong else "ok", value=value, hint=hint)
 
@@ -200,7 +201,7 @@ def gtt(facts: MachineFacts) -> Iterator[Finding]:
         own = facts.host.number(f"{folder}/mem_info_vram_total")
         if shared is None or own is None:
             continue
-        value = f"{gpu.target} may use {(shared + own) / GIB:.0f} GiB; the CPU has {ram / GIB:.0f} GiB"
+        value = f"{gpu.target} can use {(shared + own) / GIB:.0f} GiB; the machine has {ram / GIB:.0f} GiB"
         enough = own > ram / 4 or shared > 0.55 * ram
         yield Finding(id="gtt", status="ok" if enough else "warn", value=value, hint="" if enough else hint)
     if size := facts.host.boot_options.get("amdgpu.gttsize"):
@@ -236,11 +237,11 @@ def several(facts: MachineFacts) -> Iterator[Finding]:
     kinds = {(host.read(f"{groups}/{group}/type") or "").strip() for group in host.names(groups)}
     if any(kind.startswith("DMA") for kind in kinds) and host.boot_options.get("iommu") != "pt":
         hint = _boot_with("iommu=pt")
-        value = "the IOMMU translates between the GPUs, which can hang them"
+        value = "the IOMMU translates addresses between the GPUs, which can hang them"
         yield Finding(id="iommu", status="warn", value=value, hint=hint)
     filtered = re.search(r"^Seccomp:\s*2\s*$", host.read("proc/self/status") or "", re.MULTILINE)
     if filtered and in_container(host):
-        value = "the container forbids GPUs to share memory between processes"
+        value = "the container does not let processes share GPU memory"
         yield Finding(id="seccomp", status="warn", value=value, hint=CONTAINER_FLAGS)
 
 
@@ -251,11 +252,12 @@ def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
     reply = facts.host.run(["journalctl", "--dmesg", "--lines=5000", "--no-pager", "--quiet"], 10.0)
     lines = KERNEL_TROUBLE.findall(reply.out)
     if lines:
-        value = f"GPU errors: {len(lines)}; the last: {lines[-1].strip()[-100:]}"
-        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then reboot"
+        value = f"GPU errors: {len(lines)}; latest: {lines[-1].strip()[-100:]}"
+        hint = "sudo apt update && sudo apt full-upgrade linux-firmware   # also install a newer kernel; then reboot"
         if "NVRM" in lines[-1]:
             hint = (
-                "sudo ubuntu-drivers install   # a newer driver, then reboot; else check the card, its power and slot"
+                "sudo ubuntu-drivers install   # installs a newer driver; then reboot. "
+                "If errors return, check the card, its power and its slot"
             )
         yield Finding(id="kernel-log", status="warn", value=value, hint=hint)
 
@@ -279,14 +281,14 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
     absent = [node for node in nodes if not host.exists(node)]
     closed = [node for node in nodes if node not in absent and not host.opens(node)]
     usable = [node for node in nodes if node not in absent and node not in closed]
-    groups = {"absent": absent, "closed to this user": closed}
+    groups = {"missing": absent, "no permission": closed}
     problems = "; ".join(f"{what}: {_paths(found)}" for what, found in groups.items() if found)
     if not problems:
-        yield Finding(id="amd-device-nodes", status="ok", value="open to this user")
+        yield Finding(id="amd-device-nodes", status="ok", value="accessible")
         return
     owners = {node.group for name in closed if (node := host.node(name))}
     names = [group_name(host, number) or str(number) for number in sorted(owners)]
-    problems += f" (of group {', '.join(names)})" if names else ""
+    problems += f" (group {', '.join(names)})" if names else ""
     group_names = dict.fromkeys([*(name for name in names if not name.isdigit()), "render", "video"])
     hint = f'sudo usermod -aG {",".join(group_names)} "$USER"   # then log in again'
     partly = "dev/kfd" in usable and len(usable) > 1
@@ -295,7 +297,7 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
     if in_container(host):
         hint = _of_a_pod("amd") if in_pod(host) else CONTAINER_FLAGS
     if partly:
-        value = f"open to this user: {_paths(usable[1:])}; {problems}"
+        value = f"accessible: {_paths(usable[1:])}; {problems}"
         is_chosen = in_container(host) and not closed  # somebody chose what it gets
         yield Finding(
             id="amd-device-nodes", status="ok" if is_chosen else "warn", value=value, hint="" if is_chosen else hint
@@ -314,7 +316,7 @@ def nvidia_nodes(facts: MachineFacts) -> Iterator[Finding]:
     if version is None:
         hint = lend if inside else "sudo ubuntu-drivers install   # then reboot"
         served = maker_to_serve(facts.gpus) == "nvidia"
-        value = "an NVIDIA GPU without its driver"
+        value = "no driver for the NVIDIA GPU"
         yield Finding(id="nvidia-driver", status="fail" if served else "warn", value=value, hint=hint)
         return
     there = _nvidia_numbers(host)
@@ -324,13 +326,13 @@ def nvidia_nodes(facts: MachineFacts) -> Iterator[Finding]:
     missing = missing[: max(0, len(_nvidia_listed(facts)) - len(there))] if there else []
     value = f"driver {version[1]}"
     if absent:
-        value = f"{value}; absent: {_paths(absent)}"
+        value = f"{value}; missing: {_paths(absent)}"
         yield Finding(
             id="nvidia-driver", status="fail", value=value, hint=lend if inside else "sudo nvidia-modprobe -c 0 -u"
         )
     elif missing:
         present = _paths([f"dev/nvidia{number}" for number in there])
-        value = f"{value}; there: {present}; absent: {_paths(missing)}"
+        value = f"{value}; present: {present}; missing: {_paths(missing)}"
         hint = " && ".join(f"sudo nvidia-modprobe -c {node.removeprefix('dev/nvidia')}" for node in missing)
         yield Finding(id="nvidia-driver", status="ok" if inside else "warn", value=value, hint="" if inside else hint)
     else:

@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[CheckFunction, ...]] = {
     "Speed": (compute.speed, compute.refill, compute.all_reduce),
 }
 """The checks by their title in the report. Those of the first group need no torch."""
-NO_COMPUTING = "no speed was measured, and no kernel was tried; kernels in this report have saved results"
+NO_COMPUTING = "no speed was measured, and no kernel was tested; kernel results in this report are saved ones"
 
 
 def examine(host: Host, runs: Path) -> list[Finding]:
@@ -172,9 +172,9 @@ def verdict(findings: Sequence[Finding], runs: Path) -> tuple[str, str]:
     first_run = "bloomery run recipes/demo.toml" + ("" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}")
     if any(one.id == "quick" for one in findings):
         seen = f"Warnings: {', '.join(by_status['warn'])} (! above)" if by_status["warn"] else "No problem found"
-        return f"{seen}. Speed and kernels were not examined.", "bloomery doctor"
+        return f"{seen}. Speed and kernels were not tested.", "bloomery doctor"
     if warned := by_status["warn"]:
-        return f"This machine can train. It could do better: {', '.join(warned)} (! above).", first_run
+        return f"This machine can train. For better speed or stability, fix: {', '.join(warned)} (! above).", first_run
     return "This machine is ready to train.", first_run
 
 

@@ -43,7 +43,7 @@ LEAST_SHM_BYTES = GIB
 SCARCE_DISK_BYTES, LEAST_DISK_BYTES = 10 * GIB, GIB
 SCARCE_MEMORY_BYTES = 4 * GIB
 SLOW_DISK, SLOW_MEMORY = 50e6, 2e9
-"""Bytes a second. Such a disk takes 30 s for a checkpoint of 1.5 GB. With such memory, a CPU is too slow to train."""
+"""Bytes per second. Such a disk takes 30 s for a checkpoint of 1.5 GB. With such memory, a CPU is too slow to train."""
 MEASURE_LIMIT_SECONDS = 30.0
 
 
@@ -56,7 +56,7 @@ def python_version(facts: MachineFacts) -> Iterator[Finding]:
 def processor(facts: MachineFacts) -> Iterator[Finding]:
     fast = sorted(cpu_features(facts.host) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16"})
     dtype = "bfloat16" if fast_bf16(facts.host) else "float32"
-    value = f"{_threads(facts) or 'unknown'} threads, computes in {dtype} ({', '.join(fast) or 'no wide vectors'})"
+    value = f"{_threads(facts) or 'unknown'} threads, computes in {dtype} ({', '.join(fast) or 'no vector extensions'})"
     yield Finding(id="cpu", status="ok", value=value)
 
 
@@ -104,7 +104,7 @@ def _measure(facts: MachineFacts, what: str, *arguments: str) -> CommandResult:
 
 
 def _rate(reply: CommandResult) -> float | None:
-    """Bytes a second; None where it was not measured."""
+    """Bytes per second; None where it was not measured."""
     rate = merged(reply).get("bytes_per_second")
     return float(rate) if rate else None
 
@@ -123,12 +123,14 @@ def shared_memory(facts: MachineFacts) -> Iterator[Finding]:
 def windows(facts: MachineFacts) -> Iterator[Finding]:
     if not in_wsl(facts.host):
         return
-    value = f"Linux inside Windows (kernel {facts.host.kernel})"
+    value = f"WSL (kernel {facts.host.kernel})"
     if facts.gpus:
         yield Finding(id="wsl", status="ok", value=f"{value}; its GPU comes through /dev/dxg")
     elif facts.host.exists("dev/dxg"):
         hint = "amdgpu-install -y --usecase=wsl,rocm --no-dkms   # AMD; for NVIDIA install the driver in Windows"
-        yield Finding(id="wsl", status="warn", value=f"{value} provides a GPU, but no runtime here sees it", hint=hint)
+        yield Finding(
+            id="wsl", status="warn", value=f"{value} provides a GPU, but no GPU runtime here detects it", hint=hint
+        )
     else:
         hint = "wsl --update   # in Windows, and a current driver of the GPU there"
         yield Finding(id="wsl", status="warn", value=f"{value} provides no GPU: /dev/dxg is missing", hint=hint)
@@ -151,7 +153,7 @@ def disk(facts: MachineFacts) -> Iterator[Finding]:
     if rate is not None:
         slow = rate < SLOW_DISK
         hint = "bloomery run RECIPE --runs DIR   # on a local disk" if slow else ""
-        value = f"{rate / 1e6:,.0f} MB/s written and synced"
+        value = f"{rate / 1e6:,.0f} MB/s for synced writes"
         yield Finding(id="disk-speed", status="warn" if slow else "ok", value=value, hint=hint)
 
 
@@ -185,15 +187,15 @@ def _for_cuda(facts: MachineFacts) -> Iterator[Finding]:
     """What was compiled for CUDA and is imported by other libraries as soon as it is found."""
     xformers = facts.packages.get("xformers")
     if xformers and not _amd_build(xformers):
-        value = f"xformers {xformers.version} was built for CUDA; attention needs none of it"
+        value = f"xformers {xformers.version} was built for CUDA; Bloomery does not need it"
         yield Finding(id="package-xformers", status="warn", value=value, hint=_uninstall(facts, "xformers"))
     flash = facts.packages.get("flash-attn")
     if flash and "cu1" in flash.local:
-        value = f"flash-attn {flash.version} was built for CUDA; attention needs none of it"
+        value = f"flash-attn {flash.version} was built for CUDA; Bloomery does not need it"
         yield Finding(id="package-flash-attn", status="warn", value=value, hint=_uninstall(facts, "flash-attn"))
     quantizer = facts.packages.get("bitsandbytes")
     if quantizer and numbers(quantizer.version) < BITSANDBYTES_ON_AMD:
-        value = f"bitsandbytes {quantizer.version} computes NaN on AMD; nothing here uses it"
+        value = f"bitsandbytes {quantizer.version} returns NaN on AMD; Bloomery does not use it"
         yield Finding(id="package-bitsandbytes", status="warn", value=value, hint=_uninstall(facts, "bitsandbytes"))
 
 
@@ -201,7 +203,7 @@ def _triton(facts: MachineFacts) -> Iterator[Finding]:
     usual = facts.packages.get("triton")
     own = next((facts.packages[name] for name in TRITONS if name in facts.packages), None)
     if usual and not _amd_build(usual) and (own or (facts.have and facts.have.built_for == "amd")):
-        value = f"triton {usual.version} from PyPI overwrote {own.name if own else 'AMD Triton'}, and compiles for CUDA"
+        value = f"triton {usual.version} from PyPI overwrote {own.name if own else 'AMD Triton'}, but compiles for CUDA"
         again = f"{own.name}=={own.version}" if own else "triton-rocm"
         install = [
             facts.host.python,
@@ -228,7 +230,7 @@ def _library_path(facts: MachineFacts) -> Iterator[Finding]:
         and facts.have
         and facts.have.built_for == "amd"
     ):
-        value = f"LD_LIBRARY_PATH={path!r} comes before the libraries that torch brings"
+        value = f"LD_LIBRARY_PATH={path!r} takes precedence over torch's own libraries"
         yield Finding(id="library-path", status="warn", value=value, hint="unset LD_LIBRARY_PATH")
 
 
@@ -239,7 +241,7 @@ def _companions(facts: MachineFacts) -> Iterator[Finding]:
     if have is None or torch is None:
         return
     if torch.version.partition("+")[0] != have.version.partition("+")[0]:
-        value = f"torch is {have.version} by its files and {torch.version} by pip: two installations overlap"
+        value = f"torch's files are {have.version}, but pip lists {torch.version}: two installations overlap"
         hint = (
             f"{_uninstall(facts, 'torch')} && {shlex.quote(facts.host.python)} -m bloomery.hw.torch_install --install"
         )
@@ -247,7 +249,7 @@ def _companions(facts: MachineFacts) -> Iterator[Finding]:
     for name in ("torchvision", "torchaudio"):
         other = facts.packages.get(name)
         if other and other.local not in (torch.local, have.version.partition("+")[2]):
-            value = f"{name} {other.version} was built for another torch than {have.version}"
+            value = f"{name} {other.version} was not built for torch {have.version}"
             yield Finding(id=f"package-{name}", status="warn", value=value, hint=_uninstall(facts, name))
 
 
@@ -281,7 +283,7 @@ def torch_build(facts: MachineFacts) -> Iterator[Finding]:
     elif choice.better is not None:
         yield Finding(id="torch", status=_gravity(facts), value=choice.why, hint=shlex.join(choice.better))
     elif torch_install.maker_to_serve(facts.gpus) == "hygon" and facts.have.built_for != "hygon":
-        value = f"{facts.have.version} is not the vendor's, and cannot use the Hygon DCU"
+        value = f"{facts.have.version} is not the vendor's build, and cannot use the Hygon DCU"
         yield Finding(id="torch", status="fail", value=value, hint=torch_install.DTK_ADVICE)
     else:
         yield _sees(facts, facts.seen)
@@ -327,9 +329,9 @@ def _sees(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
         return Finding(id="torch", status="fail", value=f"{version} has no kernels for {older}", hint=hint)
     believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
     if maker == "amd" and targets and believed and not believed <= targets:
-        value = f"{version} sees {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
+        value = f"{version} reports {', '.join(sorted(believed))}, but the kernel reports {', '.join(sorted(targets))}"
         return Finding(id="torch", status="fail", value=value, hint="unset HSA_OVERRIDE_GFX_VERSION")
-    ok = Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
+    ok = Finding(id="torch", status="ok", value=f"{version}, detects {seen['gpus'] or 'no'} GPUs")
     return _some_without_kernels(facts, seen) or _sees_fewer(facts, seen) or ok
 
 
@@ -379,7 +381,7 @@ def _sees_fewer(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding | None:
     if seen["gpus"] >= count:
         return None
     hint = "nvidia-smi" if maker == "nvidia" else "rocminfo; sudo dmesg | grep -i amdgpu"
-    value = f"{seen['version']}, sees {seen['gpus']} of {count} GPUs, and no variable hides any"
+    value = f"{seen['version']}, detects {seen['gpus']} of {count} GPUs, and no variable hides the others"
     return Finding(id="torch", status="warn", value=value, hint=f"{hint}   # shows which GPUs do not answer, and why")
 
 
@@ -403,7 +405,7 @@ def _sees_none(facts: MachineFacts, seen: Mapping[str, Any], maker: str) -> Find
         hint = f"{reinstall(facts.host)}   # or a newer driver"
         return Finding(id="torch", status="fail", value=value, hint=hint)
     hidden = [f"{name}={value!r}" for name, value in facts.host.env.items() if name.endswith("_VISIBLE_DEVICES")]
-    value = f"{version} sees no GPU" + (f" ({', '.join(hidden)})" if hidden else "")
+    value = f"{version} detects no GPU" + (f" ({', '.join(hidden)})" if hidden else "")
     hint = {"nvidia": "nvidia-smi", "hygon": "source /opt/dtk/env.sh && hy-smi"}.get(maker, "ls -l /dev/kfd /dev/dri")
     hint = f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{hint}   # check the driver"
     return Finding(id="torch", status=_gravity(facts), value=value, hint=hint)

@@ -121,8 +121,8 @@ function facts(got) {
   const said = [`${got.tokens === null ? "about " : ""}${counted} ${counted === 1 ? "token" : "tokens"}`];
   // The first token also waits for the question to be read, so the pace is that of the others.
   if (counted > 1 && got.began !== null) said.push(`${((counted - 1) / seconds).toPrecision(3)} tokens/s`);
-  if (got.finish === "length") said.push("truncated at the longest answer");
-  if (got.dropped) said.push(`without the oldest ${got.dropped} messages: they do not fit`);
+  if (got.finish === "length") said.push("truncated at the maximum length");
+  if (got.dropped) said.push(`the oldest ${got.dropped} messages did not fit`);
   if (got.stopped) said.push("stopped");
   return said.join(" · ");
 }
@@ -217,7 +217,7 @@ async function findModels() {
       byId("hint").textContent = "No run folder holds a model yet. Train a model with “bloomery run”, then reload this page.";
     }
   } catch (error) {
-    addTrouble(`The list of models did not load: ${error.message}`, findModels);
+    addTrouble(`Could not load the list of models: ${error.message}`, findModels);
   }
   fitQuestion();
 }

@@ -61,7 +61,7 @@ HOST_DEVICES, BUCKET_BYTES = 8, 2**25
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches, in FLOP/s and bytes a second."""
+    """What a device reaches, in FLOP/s and bytes per second."""
 
     matmul: float
     memory: float

@@ -150,7 +150,7 @@ def _format(dtype: torch.dtype) -> NumberType:
 
 @cache
 def copied_per_second(device: Device) -> float:
-    """Bytes a second that a copy of a large tensor reads and writes."""
+    """Bytes per second that a copy of a large tensor reads and writes."""
     source = torch.ones(COPY_NUMBERS, device=device.torch_device)
     target = torch.empty_like(source)
     best, end = float("inf"), time.perf_counter() + COPY_SECONDS

@@ -9,7 +9,7 @@ Everything is arithmetic on the recipe and needs no torch. Per device, memory co
     optimizer      bytes a parameter that is trained, by `OPTIMIZER_BYTES`
     copies         2 bytes a weight that takes part in matmuls, unless precision = "float32", while a micro-batch is
                    computed; with recomputed blocks, only those of one block at a time
-    activations    bytes a token and layer of what the backward pass reads again, by `activation_bytes_per_token`,
+    activations    bytes per token and layer of what the backward pass reads again, by `activation_bytes_per_token`,
                    for a micro-batch
     logits         logits of one chunk of tokens, and what the loss computes from them
     update         what an optimizer needs in addition, while it works
@@ -235,7 +235,7 @@ class Machine:
     """A second, in matmuls of the training format."""
     flops_from: Origin
     bandwidth: float | None
-    """Bytes a second of its memory."""
+    """Bytes per second of its memory."""
     precision: NumberType
     """What `auto` comes to."""
     peaks: Mapping[str, float] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class Machine:
     gemm: float | None = None
     """FLOP/s of square matmuls in bfloat16, as others have measured them."""
     link: float | None = None
-    """Bytes a second that it sends to the other devices of its host."""
+    """Bytes per second that it sends to the other devices of its host."""
 
     def peak(self, precision: NumberType) -> float | None:
         """None where it is not known; none is borrowed from another format."""

@@ -159,7 +159,7 @@ class PlanReport:
         """As text of 80 columns."""
         ask, choice, kv = self.ask, self.choice, kv_bytes(self.ask.what.model)
         flops = f"{products_per_token(ask.what, choice.way) * ask.tokens:.1e}".replace("e+", "e")
-        each = "" if ask.steps else " a step"
+        each = "" if ask.steps else " per step"
         rows = [
             ("on", self._target()),
             ("setup", f"{describe(choice)}; {self.why}"),
@@ -175,7 +175,7 @@ class PlanReport:
         if choice.way.devices > ask.rows_per_step:
             idle = choice.way.devices - ask.rows_per_step
             step = counted(ask.rows_per_step, "sequence")
-            rows.append(("note", f"a step has {step}: {counted(idle, 'device')} would have none"))
+            rows.append(("note", f"a step has {step}, so {counted(idle, 'device')} would have none"))
         rows.append(("disk", f"{_size(self.disk_bytes)} for checkpoints and models"))
         rows.append(("chat", f"keys and values of one full context take {_size(kv)}"))
         tokens = f"{ask.tokens:,} tokens{each}, {flops} FLOPs{each}"
@@ -269,7 +269,7 @@ class PlanReport:
             return text
         hours = self.seconds / 3600
         if self.price.per_hour is not None:
-            text += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
+            text += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} per hour"
         if self.price.watts is not None:
             text += f"; {hours * self.price.watts / 1000:,.1f} kWh"
         return text

@@ -1,5 +1,5 @@
 """
-Plan a run over a mesh without any device: placement and bytes of every tensor, memory, communication, tokens a second.
+Plan a run over a mesh without any device: placement and bytes of every tensor, memory, communication and speed.
 
 The model is built on the meta device, so that its tensors have shapes and no numbers. RULES of
 train/sharding_rules.py say where each tensor lies. Everything after that is arithmetic:
@@ -150,7 +150,7 @@ class ShardingPlan:
     ask: ShardingRequest
     target: Machine
     link: float | None
-    """Bytes a second of a device."""
+    """Bytes per second of a device."""
     tensors: Sequence[ShardedTensor]
     rows: int
     memory: MemoryEstimate

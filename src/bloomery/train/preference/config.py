@@ -35,7 +35,7 @@ class Ipo(Config):
 
     kind: Literal["ipo"] = "ipo"
     beta: Beta = 0.1
-    """How strongly the model is held to the reference."""
+    """Strength of the pull towards the reference."""
 
 
 class SimPo(Config):
@@ -71,7 +71,7 @@ class Grpo(Config):
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     """Temperature at which answers are sampled."""
     marked: bool = False
-    """Whether a right answer must have its number after ####. Otherwise the last number counts."""
+    """Whether a correct answer must have its number after ####. Otherwise the last number counts."""
     clip: InnerShare = 0.2
     """ε"""
     kl_coef: LossFactor = 0.04
@@ -83,7 +83,7 @@ class Grpo(Config):
     deviation: bool = True
     """Whether A is divided by the deviation of the group (without: Liu et al. 2025, https://arxiv.org/abs/2503.20783)."""
     check_questions: Annotated[int, Between(1, 10**6, "all are in memory")] = Field(64, json_schema_extra=VOLATILE)
-    """Validation questions that the model answers greedily at each evaluation."""
+    """Number of validation questions that the model answers at temperature 0 at each evaluation."""
 
 
 Loss = Annotated[Dpo | Ipo | SimPo | Grpo, Field(discriminator="kind")]
@@ -95,9 +95,9 @@ class Prefer(Training, Adapters):
     loss: Loss = Dpo()
     """How preferences become a loss."""
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
-    """Where preferences come from, for all losses except grpo, which names its questions itself."""
+    """Where preference pairs come from. The loss grpo uses `loss.problems` instead."""
     val_fraction: InnerShare = 0.05
-    """Share of the questions for validation. The hash of a question decides."""
+    """Share of questions for validation, chosen by a hash of each question."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
     schedule: Schedule = Field(LinearSchedule(warmup_steps=5), validate_default=True)
     eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
