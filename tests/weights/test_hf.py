@@ -21,6 +21,7 @@ from bloomery.core.io import MANIFEST
 from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.serve.constrained import Form, Grammars
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Evaluate
@@ -596,6 +597,9 @@ def test_a_tokenizer_without_a_token_that_begins_or_ends_a_text_goes_through_eve
         with pytest.raises(DataError, match="defines no token that begins or ends a text") as caught:
             first.tokenizer.document_id  # noqa: B018
         assert "Add bos_token or eos_token to tokenizer_config.json" in caught.value.hint
+        if not first.language.stop_ids:
+            with pytest.raises(DataError, match="form: the model has no token that ends an answer"):
+                Grammars(first.tokenizer, first.language.stop_ids).constraint(Form("regex", "[0-9]", "form"))
         added = hf.load(tmp_path / "in", special=SPECIAL)  # as continued pretraining asks for
         assert added.tokenizer.document_id == added.tokenizer.special_id(DOCUMENT)
 
