@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_230,
     "shards": 1_690,
     "model": 4_035,
-    "weights": 6_340,
+    "weights": 6_380,
     "train": 10_260,
     "generate": 1_985,
     "evaluation": 4_760,

@@ -310,6 +310,20 @@ def test_reasoning_is_written_and_learned_where_transformers_writes_it() -> None
         assert learned.endswith(f"<think>\n{thought}\n</think>\n\n{messages[-1]['content'].lstrip(chr(10))}<|im_end|>")
 
 
+def test_reasoning_that_a_template_leaves_out_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = JinjaRenderer(pair("qwen3").ours.tokenizer, pair("qwen3").ours.source, {"eos_token": "<|im_end|>"})
+    asked: Message = {"role": "user", "content": "a"}
+    messages = [asked, Message(role="assistant", content="b", reasoning="Hm."), asked]
+    messages.append(Message(role="assistant", content="c", reasoning="So."))
+    for _ in range(2):
+        ours.render(messages)
+    said = capsys.readouterr().err
+    assert said.count("the chat template") == 1
+    assert "message 2: the chat template leaves out or changes the reasoning 'Hm.'" in said
+    ours.render(messages[2:])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_message_that_is_not_in_the_loss_has_the_same_ids_and_no_mask(name: str) -> None:
     two, rng = pair(name), random.Random(6)

@@ -8,10 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from bloomery import cli
 from bloomery.core.chat import TEMPERATURE, Message, SamplingConfig
@@ -20,6 +21,9 @@ from bloomery.core.io import MANIFEST
 from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.serve.constrained import Form, Grammars
+from bloomery.shards.loader import IGNORE, PackedDataset
+from bloomery.stages import instruct
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer import importers
 from bloomery.tokenizer import train as tokenizer_train
@@ -538,6 +542,79 @@ def test_a_gguf_file_has_the_tokens_that_config_json_alone_names(tmp_path: Path)
     again = hf.load(tmp_path / "a.gguf").language
     assert again.tokenizer.document_id == size
     assert again.stop_ids == loaded.language.stop_ids == {size, size + 1}
+
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_BOUNDARIES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "no special token": ([], {}),
+    "padding alone": (["<pad>"], {"pad_token": "<pad>"}),
+    "a chat template alone": (["<|im_start|>", "<|im_end|>"], {"chat_template": TURNS}),
+    "no EOS": (["<s>"], {"bos_token": "<s>"}),
+    "no BOS": (["</s>"], {"eos_token": "</s>"}),
+}
+"""Special tokens of a tokenizer, and what tokenizer_config.json says."""
+
+
+def without_boundaries(folder: Path, name: str) -> Path:
+    special, said = NO_BOUNDARIES[name]
+    size = plain_tokenizer(folder)
+    ids = {f"{role}_id": size for role in said if role != "chat_template"}
+    llama(folder, size + len(special), **({"bos_token_id": None, "eos_token_id": None} | ids))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.mark.parametrize("name", NO_BOUNDARIES)
+def test_a_tokenizer_without_a_token_that_begins_or_ends_a_text_goes_through_every_file(
+    tmp_path: Path, name: str
+) -> None:
+    first = hf.load(without_boundaries(tmp_path / "in", name))
+    ids, asked = random_ids(2, 30, 0, first.model.vocab_size), Message(role="user", content="the lamp")
+    export.write(first, tmp_path / "hf", "hf", "float32")
+    export.write(first, tmp_path / "a.gguf", "gguf", "float32")
+    export.write(hf.load(tmp_path / "a.gguf"), tmp_path / "back", "hf", "float32")
+    for path in ("hf", "a.gguf", "back"):
+        again = hf.load(tmp_path / path)
+        assert torch.equal(scores(again.model, ids), scores(first.model, ids))
+        assert again.language.text_ids("the lamp") == first.language.text_ids("the lamp")
+        assert again.language.stop_ids == first.language.stop_ids
+        if first.language.chat is not None:
+            assert again.renderer.prompt([asked]) == first.renderer.prompt([asked])
+            assert again.renderer.end_ids == first.renderer.end_ids == {first.tokenizer.special_id("<|im_end|>")}
+    config, size = AutoConfig.from_pretrained(tmp_path / "hf"), first.model.vocab_size
+    assert config.eos_token_id == (size - 1 if name == "no BOS" else None), "not the 2 that a Llama has by default"
+    assert config.bos_token_id == (size - 1 if name == "no EOS" else None)
+    assert len(list(Engine(first.model, size).stream(first.language.text_ids("it"), SamplingConfig.greedy(3)))) == 3
+    if name in ("no EOS", "no BOS"):
+        assert first.tokenizer.document_id == size - 1
+    else:
+        with pytest.raises(DataError, match="defines no token that begins or ends a text") as caught:
+            first.tokenizer.document_id  # noqa: B018
+        assert "Add bos_token or eos_token to tokenizer_config.json" in caught.value.hint
+        if not first.language.stop_ids:
+            with pytest.raises(DataError, match="form: the model has no token that ends an answer"):
+                Grammars(first.tokenizer, first.language.stop_ids).constraint(Form("regex", "[0-9]", "form"))
+        added = hf.load(tmp_path / "in", special=SPECIAL)  # as continued pretraining asks for
+        assert added.tokenizer.document_id == added.tokenizer.special_id(DOCUMENT)
+
+
+def test_conversations_are_packed_and_read_without_a_token_that_opens_documents(tmp_path: Path) -> None:
+    chat = hf.load(without_boundaries(tmp_path / "in", "a chat template alone")).renderer
+    talks = [
+        chat.render([Message(role="user", content=f"{n}?"), Message(role="assistant", content=f"{n} lamps.")])
+        for n in range(9)
+    ]
+    instruct.write_rows(tmp_path, "train", talks, chat, 65)
+    rows = PackedDataset(tmp_path, "train", 64, chat.tokenizer.hash)
+    batch = rows.batch(np.arange(rows.num_samples))
+    assert int((batch.targets != IGNORE).sum()) == sum(sum(talk.mask) for talk in talks)
+    assert int(((batch.positions == 0) & (batch.ids == talks[0].ids[0])).sum()) == len(talks)
 
 
 def test_an_import_keeps_matrices_that_have_more_digits_than_the_embedding(tmp_path: Path) -> None:

@@ -175,7 +175,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, form: Form) -> "FormConstraint":
-        """A constraint for one answer. Raises DataError for a form that cannot be compiled."""
+        """A constraint for one answer. Raises DataError for a form that cannot be compiled, or if no token ends it."""
+        if not self._end_ids:
+            hint = "Add eos_token to tokenizer_config.json, or leave out the form."
+            raise DataError("the model has no token that ends an answer", where=form.field, hint=hint)
         with self._lock:
             if form not in self._kept:
                 self._kept[form] = _compiled(self._tokens, form)

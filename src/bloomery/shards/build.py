@@ -558,6 +558,6 @@ def write_packed(
         starts=starts,
         tokenizer_hash=tokenizer.hash,
         layout="rows",
-        facts={"document_id": tokenizer.document_id, "row_tokens": sequence_length, **facts},
+        facts={"document_id": tokenizer.boundary_id, "row_tokens": sequence_length, **facts},
     )
     return PackedRows(packed, filled, int(mask.sum()))

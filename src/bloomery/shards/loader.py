@@ -114,7 +114,7 @@ class PackedDataset:
                 what = f"has {other}, but {paths[0].name} has {kind} (layout, opening token, tokens per row)"
                 raise DataError(what, where=str(path), hint="Run the previous stage again, in an empty folder.")
         layout, document, row = kind
-        if not isinstance(document, int):
+        if not isinstance(document, int) and layout != "rows":
             raise DataError("its index names no document_id", where=str(paths[0]), hint="Run the previous stage again.")
         self._document, self._packed = document, layout == "rows"
         self._stride = length + 1 if layout == "rows" else length

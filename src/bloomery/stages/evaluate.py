@@ -282,7 +282,7 @@ def continuations(base: Loaded) -> Iterator[dict[str, str]]:
     tokenizer, engine = base.tokenizer, Engine(base.model, base.tokenizer.vocab_size, pack=True)
     sampling, stop = replace(SAMPLES, max_tokens=80), tokenizer.end_ids
     for prompt in CONTINUED:
-        ids = [tokenizer.document_id, *tokenizer.encode(prompt)]
+        ids = base.language.text_ids(prompt)
         yield {"prompt": prompt, "text": tokenizer.decode(list(engine.stream(ids, sampling, stop_ids=stop)))}
 
 

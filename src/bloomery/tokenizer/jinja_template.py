@@ -90,8 +90,10 @@ class JinjaRenderer:
             mask[begin:end] = [int(learned)] * (end - begin)
         for number, message in enumerate(messages):
             if (thought := message.get("reasoning", "").strip()) and thought not in written_of(text, FIRST + number):
-                what = f"message {number + 1}: the chat template leaves out or changes its reasoning"
-                self._warn("reasoning", f"{what}, as it does for a prompt; the loss is on what it writes")
+                what = (
+                    f"message {number + 1}: the chat template leaves out or changes the reasoning {shorten(thought)!r}"
+                )
+                self._warn("reasoning", f"{what}, as it does in prompts; the loss is on what it writes")
         return Rendered(ids, [int(any(mask[begin : max(end, begin + 1)])) for begin, end in where])
 
     def prompt(self, messages: Sequence[Message], max_tokens: int | None = None, **variables: Any) -> list[int]:

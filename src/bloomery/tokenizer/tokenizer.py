@@ -330,7 +330,7 @@ class Tokenizer:
     ) -> None:
         """
         `boundary_ids` are IDs that begin or end a text, for a tokenizer whose roles name none. Raises DataError where a
-        tokenizer of ours lacks a special token, or no token can open a document.
+        tokenizer of ours lacks a special token.
         """
         # Text that spells a special token is text: a document or a user cannot end a turn.
         inner.encode_special_tokens = True
@@ -353,16 +353,20 @@ class Tokenizer:
         """What transformers puts before a plain text."""
         opens = [self.special.get(DOCUMENT)] if ours else [*self.opening_ids[:1], ids.get("bos_token"), self.end_id]
         opens += [self.special_id(DOCUMENT), *(id for id in boundary_ids if 0 <= id < inner.get_vocab_size())]
-        document_id = next((id for id in opens if id is not None), None)
-        if document_id is None:
-            hint = "Add bos_token or eos_token to tokenizer_config.json."
-            raise DataError("the tokenizer defines no token that begins or ends a text", hint=hint)
-        self.document_id: int = document_id
-        """Opens every document."""
-        self.fill_id: int = next(id for id in (self.pad_id, self.end_id, document_id) if id is not None)
+        self.boundary_id = next((id for id in opens if id is not None), None)
+        """As `document_id`; None for another model's tokenizer that has no such token."""
+        self.fill_id: int = next((id for id in (self.pad_id, self.end_id, self.boundary_id) if id is not None), 0)
         """Fills what is left of a sequence."""
-        self.end_ids = frozenset(id for id in (document_id, self.end_id) if id is not None)
+        self.end_ids = frozenset(id for id in (self.boundary_id, self.end_id) if id is not None)
         """IDs after which a text is over."""
+
+    @property
+    def document_id(self) -> int:
+        """Opens every document. Raises DataError where no token begins or ends a text."""
+        if self.boundary_id is None:
+            hint = "Add bos_token or eos_token to tokenizer_config.json, and its ID to config.json."
+            raise DataError("the tokenizer defines no token that begins or ends a text", hint=hint)
+        return self.boundary_id
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -154,7 +154,8 @@ def _words(loaded: Loaded, license: str | None) -> GGUFWords:
     source = words.chat.source if words.chat is not None and (chats or not words.is_ours) else None
     generation = {"temperature": TEMPERATURE, "top_p": 1.0}
     if not words.is_ours:
-        generation = {"eos_token_id": sorted(words.end_ids)} | {**words.generation}
+        ends = words.end_ids or (words.chat.end_ids if words.chat is not None else frozenset())
+        generation = {"eos_token_id": sorted(ends)} | {**words.generation}
     roles = words.roles_with(chats=chats)
     first = None if words.is_ours else next(iter(words.opening_ids), None)
     opens = first is not None and first == words.tokenizer.special_id(roles.get("bos_token") or "")

@@ -23,6 +23,7 @@ from tokenizers import models
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError
+from bloomery.core.log import info
 from bloomery.model.config import LongRopeScaling, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, steps
@@ -394,7 +395,12 @@ def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWord
     said = words.generation.get("eos_token_id")
     ends = said if isinstance(said, list) else [] if said is None else [said]
     if not ids.keys() & {"bos_token", "eos_token"}:  # only config.json names them
-        ids |= {"bos_token": tokenizer.document_id, "eos_token": ends[0] if ends else None}
+        ids["bos_token"] = tokenizer.boundary_id
+    if ids.get("eos_token") is None:
+        ids["eos_token"] = next((id for id in ends if id in tokenizer.special_ids), None)
+    if ids["eos_token"] is None:
+        what = "the model names no token that ends a text, and llama.cpp then takes one of its own"
+        info(f"{what}: 11 of byte-level BPE, 2 of SentencePiece", "yellow")
     for role, add in (
         ("bos_token", writer.add_bos_token_id),
         ("eos_token", writer.add_eos_token_id),

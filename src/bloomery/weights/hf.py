@@ -227,7 +227,8 @@ class ModelLanguage:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Token IDs that end a continuation."""
-        return frozenset({self.tokenizer.document_id, *self.end_ids, *(self.chat.end_ids if self.chat else ())})
+        opening, chat = self.tokenizer.boundary_id, self.chat.end_ids if self.chat else frozenset()
+        return self.end_ids | chat | (frozenset() if opening is None else {opening})
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ def save(
     }
     words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     ids, name = write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
-    write_json(folder / CONFIG, facts | ids)
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # or transformers has defaults for them
+    write_json(folder / CONFIG, facts | no_ids | ids)
     write_json(folder / GENERATION, {**words.generation} | ids)
     write_json(folder / LINEAGE, asdict(lineage) | name)
     safetensors.write_sums(folder)
@@ -329,7 +331,7 @@ def write_words(
     if isinstance(words.chat, JinjaRenderer) and words.generation.get("eos_token_id") is not None:
         ids["eos_token_id"] = words.generation["eos_token_id"]
     if not words.is_ours and not ids.keys() & {"bos_token_id", "eos_token_id"}:  # only config.json names them
-        ids["bos_token_id"] = words.tokenizer.document_id
+        ids |= {"bos_token_id": id} if (id := words.tokenizer.boundary_id) is not None else {}
         ids |= {"eos_token_id": sorted(words.end_ids)} if words.end_ids else {}
     name: dict[str, str | bool] = {} if words.is_ours else {TEMPLATE_NAME: OWN, FOREIGN: True}
     chat = {}
