@@ -88,12 +88,12 @@ def fetched(name: str) -> Path:
 def named_model(file: Path, named: str, revision: str | None = None) -> Path:
     """
     The base model that a file of adapters names: a path from the folder of that file or from the working directory, or
-    OWNER/NAME of a hub in the cache. Nothing is fetched. Raises CheckpointError where it is in none of these places.
+    OWNER/NAME of a hub in the cache. Nothing is fetched. Raises CheckpointError if it is in neither.
     """
     folder, below = file.parent, Path(named.removeprefix(PREFIX)).expanduser()
     paths = dict.fromkeys(((folder / below).resolve(), below.resolve()))
-    if (found := next(filter(is_model, paths), None)) is not None:
-        return found
+    if (base := next(filter(is_model, paths), None)) is not None:
+        return base
     where, at = str(folder), " or ".join(map(str, paths))
     hint = f"Copy the base model there, or set its folder in {file.name}."
     if (match := NAMED.fullmatch(named)) is None or ".." in named:
