@@ -22,7 +22,7 @@ BUDGET = {
     "generate": 1_985,
     "evaluation": 4_760,
     "serve": 3_760,
-    "stages": 6_210,
+    "stages": 6_220,
 }
 
 

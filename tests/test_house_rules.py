@@ -33,6 +33,7 @@ IMPORTS_WHEN_CALLED = (
     "cli.py",
     "api.py",
     "hw/device.py",
+    "hw/host.py",
     "hw/kernel_trials.py",
     "serve/chat_model.py",
     "serve/models.py",
@@ -42,7 +43,7 @@ IMPORTS_WHEN_CALLED = (
 )
 """
 Whose functions import what they need: `--help` and `import bloomery` start at once, and a model in one format
-is read, and a model computes, without what only others need.
+is read, and a model computes, without what only others need, such as the start of a command.
 """
 TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py", "hw/require_torch.py")
 BROAD_EXCEPT_ALLOWED = (
