@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -28,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain, cycle
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ MAX_SERVER_BYTES = 4096 * MB
 START_SECONDS, ANSWER_SECONDS, HEALTH_SECONDS, RETURN_SECONDS, STOP_SECONDS = 60, 60, 5, 40, 20
 MAX_GROWTH, MAX_GROWTH_BYTES = 1.3, 64 * MB
 SLOW_SECONDS, OPEN = 40, "open until the client left"
+TOKEN = re.compile(rb'"delta":\s*\{[^}]*"content":\s*"[^"]')
 Payload = Iterable[bytes | float]
 """What to send; a number is a pause in seconds."""
 
@@ -175,6 +177,10 @@ class Soak:
     failures: Counter[str] = field(default_factory=Counter)
     attacks: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in ATTACKS})
     health_seconds: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
+    """From the request to the first token of a streamed answer. A wait for a place in line counts."""
+    gap_seconds: list[float] = field(default_factory=list)
+    """Between tokens of a streamed answer."""
     rss_bytes: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -186,7 +192,7 @@ class Soak:
         content, stream, greedy = QUESTIONS[number % 6], number // 6 % 2 == 1, number % 5 != 4
         body = chat(content, stream=stream, max_tokens=MAX_TOKENS, temperature=0 if greedy else 0.7)
         try:
-            while (response := await client.post(self.server.url + PATH, content=body)).status_code == 429:
+            while (response := await self.post(client, body)).status_code == 429:
                 self.answers["429"] += 1
                 await asyncio.sleep(min(float(response.headers["Retry-After"]), 10))
             if response.status_code != 200:
@@ -200,6 +206,18 @@ class Soak:
         self.answers["streamed" if stream else "whole"] += 1
         if greedy and text != self.expected.setdefault(content, text):
             self.failures[f"a greedy answer to {content!r} changed"] += 1
+
+    async def post(self, client: httpx.AsyncClient, body: bytes) -> httpx.Response:
+        """The whole reply. When the tokens of a stream arrive is noted."""
+        began, pieces, arrived = time.monotonic(), [], list[float]()
+        async with client.stream("POST", self.server.url + PATH, content=body) as response:
+            async for piece in response.aiter_bytes():
+                pieces.append(piece)
+                if TOKEN.search(piece):
+                    arrived.append(time.monotonic())
+        self.first_token_seconds += [one - began for one in arrived[:1]]
+        self.gap_seconds += [later - earlier for earlier, later in pairwise(arrived)]
+        return httpx.Response(response.status_code, headers=response.headers, content=b"".join(pieces))
 
     async def honest(self, client: httpx.AsyncClient, number: int, end: float) -> None:
         while not self.over(end):
@@ -307,7 +325,8 @@ def measured(folder: Path, seconds: float, clients: int, share: float) -> dict[s
         if soak.failures:
             sys.exit(f"failed before the load: {dict(soak.failures)}")
         before = server.usage()
-        soak.answers.clear()
+        for kept in (soak.answers, soak.first_token_seconds, soak.gap_seconds):
+            kept.clear()
         watcher.start()
         began = time.monotonic()
         asyncio.run(soak.load(clients, num_hostile, seconds))
@@ -328,14 +347,13 @@ def measured(folder: Path, seconds: float, clients: int, share: float) -> dict[s
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()
-    latencies = sorted(soak.health_seconds) or [math.nan]
-    spots = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
-    health = {name: round(1000 * latencies[int(part * (len(latencies) - 1))], 1) for name, part in spots.items()}
     log = server.log.read_text(encoding="utf-8", errors="replace").split("Traceback (most recent call last)")
     notes = {"commit": commit(), "seconds": round(lasted, 1), "clients": clients, "hostile": num_hostile} | {
         "answers": answers,
         "attacks": {name: dict(outcomes) for name, outcomes in soak.attacks.items()},
-        "health": {"requests": len(soak.health_seconds), **health},
+        "health": {"requests": len(soak.health_seconds), **milliseconds(soak.health_seconds)},
+        "first_token": {"answers": len(soak.first_token_seconds), **milliseconds(soak.first_token_seconds)},
+        "gap": milliseconds(soak.gap_seconds),
         "rss_mb_every_5_s": [rss // MB for rss in soak.rss_bytes],
         "before_and_after": [before._asdict(), after._asdict()],
         "seconds_until_released": round(released, 1),
@@ -346,6 +364,12 @@ def measured(folder: Path, seconds: float, clients: int, share: float) -> dict[s
     ours = {"value": answers.get("streamed", 0) + answers.get("whole", 0), "unit": "answers"}
     result = {"name": "serve_soak", "ours": ours, "peers": {}, "ratio_to_best_peer": None}
     return {**result, "machine": machine(), "versions": versions(), "notes": notes}
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """The median, the 99th percentile and the longest of some times."""
+    ordered, spots = sorted(seconds) or [math.nan], {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+    return {name: round(1000 * ordered[int(part * (len(ordered) - 1))], 1) for name, part in spots.items()}
 
 
 def stopped(soak: Soak) -> int:
