@@ -199,7 +199,7 @@ def test_core_is_told_without_its_dirty_questions_beside_all() -> None:
     assert any(
         "clean" in line and "without 1 that occur in the training text" in line for line in harness.core_lines(told)
     )
-    assert "1 questions occur in the training text; of the others it is 0.3333" in render({"core": told})
+    assert "1 questions occur in the training text; on the other questions it is 0.3333" in render({"core": told})
     gone = harness.core_scores(found, {"core.copa": set(), "core.squad": {1, 2}})
     assert gone["clean"]["missing"] == [*told["missing"][:17], "squad", *told["missing"][17:]]
     assert harness.core_scores(found, {"core.copa": {1, 2, 3, 4}, "core.squad": {1, 2}})["clean"] is None

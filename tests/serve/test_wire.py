@@ -90,7 +90,7 @@ def test_a_wrong_request_takes_milliseconds_and_a_short_error_however_many_value
     assert guard.too_complex(body) is None
     with pytest.raises(DataError) as caught:
         openai_api.parsed(openai_api.ChatRequest, body, "application/json").asked()
-    assert time.thread_time() - began < 0.15
+    assert time.thread_time() - began < 0.5
     assert len(str(caught.value)) < 500
 
 
