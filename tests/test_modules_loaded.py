@@ -62,7 +62,7 @@ MOST = {
     "gradients of a batch and an update": (GRADIENTS, 36),
     "the trainer, and a step": (TRAINER, 36),
     "a recipe": (RECIPE, 56),
-    "a chat": (CHAT, 40),
+    "a chat": (CHAT, 41),
 }
 """
 What is done -> a program that does it, and how many modules it may load. Training over a mesh takes ten: they cut

@@ -90,12 +90,15 @@ def named_model(file: Path, named: str, revision: str | None = None) -> Path:
     The base model that a file of adapters names: a path from the folder of that file or from the working directory, or
     OWNER/NAME of a hub in the cache. Nothing is fetched. Raises CheckpointError where none of them holds a model.
     """
-    folder, below = file.parent, Path(named.removeprefix(PREFIX)).expanduser()
-    paths = dict.fromkeys(((folder / below).resolve(), below.resolve()))
-    if (local := next(filter(is_model, paths), None)) is not None:
-        return local
-    where, at = str(folder), " or ".join(map(str, paths))
-    hint = f"Copy the base model there, or set its folder in {file.name}."
+    folder, below = file.parent, Path(named.removeprefix(PREFIX))
+    where, hint = str(folder), f"Copy the base model there, or set its folder in {file.name}."
+    try:
+        below = below.expanduser()
+        if (local := next(filter(is_model, (folder / below, below)), None)) is not None:
+            return local.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or characters that no path has, or no such user
+        raise CheckpointError(f"needs the base model {named!r}: {error}", where=where, hint=hint) from None
+    at = f"{folder / below}" if below.is_absolute() else f"{folder / below} or {below} in the working directory"
     if (match := NAMED.fullmatch(named)) is None or ".." in named:
         raise CheckpointError(f"needs the base model {named}, which is not at {at}", where=where, hint=hint)
     repository, revision = match[1], match[2] or revision
