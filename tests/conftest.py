@@ -7,6 +7,7 @@ process of a test.
 """
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -51,6 +52,11 @@ LONGEST = (
     "engine",
 )
 """Names of the files that take a minute and more."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, for some tests wait for processes and clocks."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
