@@ -79,7 +79,7 @@ def test_an_answer_is_read_while_it_arrives(stage: Stage) -> None:
     stage.gate.set()
     stage.answered("bloom heard hello (1 messages)")
     expect(answer).not_to_have_class(re.compile("streaming"))
-    expect(answer.locator(".facts")).to_have_text(re.compile(r"^5 tokens · [\d.]+ tokens/s$"))
+    expect(answer.locator(".facts")).to_have_text(re.compile(r"^5 tokens · [\d,.]+ tokens/s$"))
     expect(stage.page.get_by_role("button", name="Send")).to_be_visible()
 
 

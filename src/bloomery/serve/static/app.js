@@ -120,7 +120,10 @@ function facts(got) {
   const seconds = (performance.now() - got.began) / 1000;
   const said = [`${got.tokens === null ? "about " : ""}${counted} ${counted === 1 ? "token" : "tokens"}`];
   // The first token also waits for the question to be read, so the pace is that of the others.
-  if (counted > 1 && got.began !== null) said.push(`${((counted - 1) / seconds).toPrecision(3)} tokens/s`);
+  if (counted > 1 && got.began !== null && seconds > 0) {
+    const speed = Number(((counted - 1) / seconds).toPrecision(3)); // 1,330 and not 1.33e+3
+    said.push(`${speed.toLocaleString("en")} tokens/s`);
+  }
   if (got.finish === "length") said.push("truncated at the maximum length");
   if (got.dropped) said.push(`the oldest ${got.dropped} messages did not fit`);
   if (got.stopped) said.push("stopped");
