@@ -12,13 +12,12 @@ entry point with these words at the end. Needs root, for chroot. Files of the re
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-from tests.test_containers import steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,11 +34,10 @@ def main() -> None:
     given, known, folder, entry = dict(one.split("=", 1) for one in options.arguments), {}, "/", []
     for name, rest in steps(options.file):
         print(f"--- {name} {rest}", flush=True)
+        variable, _, value = rest.partition("=")
         if name == "ARG":
-            variable, _, value = rest.partition("=")
             known[variable] = given.get(variable, value)
         elif name == "ENV":
-            variable, _, value = rest.partition("=")
             environment[variable] = value
         elif name == "WORKDIR":
             folder = rest
@@ -52,6 +50,13 @@ def main() -> None:
             entry = json.loads(rest)
     if options.entry:
         run(options.root, folder, entry + options.entry, environment)
+
+
+def steps(file: Path) -> list[tuple[str, str]]:
+    """(instruction, what it is given), with continued lines joined and comments left out."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(name, rest) for line in joined.splitlines() if line.strip() for name, _, rest in [line.partition(" ")]]
 
 
 def copy(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -15,16 +16,9 @@ from bloomery.hw.doctor.gpu import CONTAINER_FLAGS
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
 KNOWN = {"FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
-Step = tuple[str, str]
+steps = runpy.run_path(str(ROOT / "scripts" / "dockerfile.py"))["steps"]
 
 of_each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-
-def steps(file: Path) -> list[Step]:
-    """(instruction, what it is given), with continued lines joined and comments left out."""
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(name, rest) for line in joined.splitlines() if line.strip() for name, _, rest in [line.partition(" ")]]
 
 
 def command(file: Path, verb: str) -> list[str]:

@@ -64,6 +64,7 @@ from bloomery.weights.opened import (
     converted,
     filled,
     is_adapter,
+    is_model,
     kept_as_in,
     opened_model,
     own_weights,
@@ -72,7 +73,6 @@ from bloomery.weights.opened import (
 )
 from bloomery.weights.opened import CONFIG as CONFIG
 from bloomery.weights.opened import LoadFormat as LoadFormat
-from bloomery.weights.opened import is_model as is_model
 from bloomery.weights.safetensors import SHARD_BYTES, Tensors, rounded, save_sharded
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
