@@ -18,6 +18,7 @@
 
 #include <atomic>
 #include <thread>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -26,7 +27,7 @@
 namespace {
 
 constexpr int64_t PANEL = 16, GROUP = 32, BLOCK = 64, PAGE = 32;
-constexpr int64_t HEADS = 4;  // of queries, at most, that are computed together
+constexpr int64_t TOGETHER = 12;  // tokens of a sequence, or queries, at most, that are answered together
 
 struct Float16 {
     uint16_t bits;
@@ -184,6 +185,18 @@ INLINE float lanes_sum(const float *lanes) {
 
 template <class C> constexpr bool is_coded = sizeof(C) == 1;
 
+// Tokens of a step that follow each other in one sequence.
+struct Run {
+    int64_t first, count;
+};
+
+// It sees the positions begin … position, and its answer goes to y.
+struct Query {
+    const float *q;
+    float *y;
+    int64_t head, begin, position;
+};
+
 // --- products and attention, by the vectors of this processor ---------------------------------------------------------
 
 namespace plain {
@@ -209,25 +222,37 @@ namespace v4 {
 #undef LANES
 }  // namespace v4
 #pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512vnni,prefer-vector-width=512")
+namespace v4_vnni {
+#define LANES 16
+#define VNNI
+#include "decode_tiles.hpp"
+#undef VNNI
+#undef LANES
+}  // namespace v4_vnni
+#pragma GCC pop_options
 #endif
 
 struct Kernels {
     int64_t lanes;
-    decltype(plain::panels) *panels;
+    decltype(plain::panels) *panels, *coded_panels;  // coded: int8 and int4
     decltype(plain::attend) *attend;
 };
 
-// Of at most so many lanes.
+// Of at most so many lanes; 17: of 16 and with VNNI.
 Kernels kernels_here(int64_t lanes) {
 #ifdef VECTORS
     __builtin_cpu_init();
-    if (lanes >= 16 && __builtin_cpu_supports("x86-64-v4")) return {16, v4::panels, v4::attend};
-    if (lanes >= 8 && __builtin_cpu_supports("x86-64-v3")) return {8, v3::panels, v3::attend};
+    const bool v4 = __builtin_cpu_supports("x86-64-v4");
+    if (lanes > 16 && v4 && __builtin_cpu_supports("avx512vnni")) return {17, v4::panels, v4_vnni::panels, v4::attend};
+    if (lanes >= 16 && v4) return {16, v4::panels, v4::panels, v4::attend};
+    if (lanes >= 8 && __builtin_cpu_supports("x86-64-v3")) return {8, v3::panels, v3::panels, v3::attend};
 #endif
-    return {4, plain::panels, plain::attend};
+    return {4, plain::panels, plain::panels, plain::attend};
 }
 
-Kernels kernels = kernels_here(16);
+Kernels kernels = kernels_here(17);
 
 // --- norms, activations, keys and values -----------------------------------------------------------------------------------
 
@@ -369,27 +394,39 @@ struct Sizes {
 
     Sizes(const Model &m, int64_t longest)
         : x(vector(m.width)), qkv(padded((m.heads + 2 * m.kv_heads) * m.head, PANEL)),
-          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(padded(longest, PAGE)) {
+          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(TOGETHER * (m.head + padded(longest, PAGE))) {
         for (int64_t l = 0; l < m.layers; l++) up = std::max(up, padded(m.layer[l].up.rows, PANEL));
     }
     static int64_t vector(int64_t width) { return 2 * padded(width, BLOCK); }  // with what rounded() puts behind it
     int64_t each() const { return 3 * x + qkv + heads + up + inner; }
 };
 
-void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, int64_t thread) {
+// At most TOGETHER tokens each.
+std::vector<Run> runs_of(const Step &s) {
+    std::vector<Run> runs;
+    for (int64_t t = 0; t < s.tokens; t++) {
+        const bool follows = t && s.sequence[t] == s.sequence[t - 1] && s.position[t] == s.position[t - 1] + 1;
+        if (follows && runs.back().count < TOGETHER) runs.back().count++;
+        else runs.push_back({t, 1});
+    }
+    return runs;
+}
+
+void work(const Model &m, const Step &s, const std::vector<Run> &runs, const Sizes &size, Meeting &meeting, int64_t thread) {
     const int64_t N = s.tokens;
     float *const read_from = s.room, *const added = read_from + N * size.x, *const entry = added + N * size.x;
     float *const qkv = entry + N * size.x, *const found = qkv + N * size.qkv, *const up = found + N * size.heads;
-    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * HEADS * size.scores;
+    float *const inner = up + N * size.up, *const scores = inner + N * size.inner + thread * size.scores;
     const auto share = [&](int64_t count, const auto &each) {
         for (int64_t i = count * thread / meeting.threads; i < count * (thread + 1) / meeting.threads; i++) each(i);
         meeting.wait();
     };
     const auto times = [&](const Matrix &matrix, int64_t tokens, float *x, int64_t x_stride, float *y, int64_t y_stride) {
-        if (matrix.format == IN_INT8 || matrix.format == IN_INT4)
-            share(tokens, [&](int64_t t) { rounded(x + t * x_stride, matrix.width, matrix.format == IN_INT4); });
+        const bool coded = matrix.format == IN_INT8 || matrix.format == IN_INT4;
+        if (coded) share(tokens, [&](int64_t t) { rounded(x + t * x_stride, matrix.width, matrix.format == IN_INT4); });
         const int64_t all = (matrix.rows + PANEL - 1) / PANEL;
-        kernels.panels(matrix, all * thread / meeting.threads, all * (thread + 1) / meeting.threads, tokens, x, x_stride, y, y_stride);
+        const int64_t begin = all * thread / meeting.threads, end = all * (thread + 1) / meeting.threads;
+        (coded ? kernels.coded_panels : kernels.panels)(matrix, begin, end, tokens, x, x_stride, y, y_stride);
         meeting.wait();
     };
     // Each token adds the changes of its own adapter to its row, so the row does not depend on the others.
@@ -423,11 +460,12 @@ void work(const Model &m, const Step &s, const Sizes &size, Meeting &meeting, in
             return Pages{s.pages + s.sequence[t] * s.pages_each, m.layers, l, m.kv_heads, m.head, m.head * PAGE};
         };
         share(N, [&](int64_t t) { place_token(m, layer, s, pages(t), t, qkv + t * size.qkv); });
-        share(N * m.kv_heads, [&](int64_t task) {
-            const int64_t t = task / m.kv_heads;
-            kernels.attend(m, layer, s, pages(t), t, task % m.kv_heads, qkv + t * size.qkv, found + t * size.heads, scores,
-                           size.scores);
-        });
+        for (int64_t task = thread; task < int64_t(runs.size()) * m.kv_heads; task += meeting.threads) {
+            const Run &run = runs[task / m.kv_heads];
+            kernels.attend(m, layer, s, pages(run.first), run, task % m.kv_heads, qkv + run.first * size.qkv, size.qkv,
+                           found + run.first * size.heads, size.heads, scores);
+        }
+        meeting.wait();
         times(layer.out, N, found, size.heads, added, size.x);
         adapt(l, &LayerChanges::out, found, size.heads, added, size.x);
         share(N, [&](int64_t t) {
@@ -468,7 +506,7 @@ extern "C" {
 // Numbers of float32 that a step of so many tokens needs as room; the room begins with zeros. longest: positions.
 int64_t bloomery_decode_room(const Model *m, int64_t tokens, int64_t threads, int64_t longest) {
     const Sizes size(*m, longest);
-    return tokens * size.each() + threads * HEADS * size.scores;
+    return tokens * size.each() + threads * size.scores;
 }
 
 // Vectors of at most so many numbers from now on: 4, 8 or 16. Gives what this processor then uses.
@@ -479,6 +517,7 @@ int64_t bloomery_decode_lanes(int64_t most) {
 
 void bloomery_decode(const Model *m, const Step *s, int64_t longest) {
     const Sizes size(*m, longest);
+    const std::vector<Run> runs = runs_of(*s);
     Meeting meeting;
 #ifdef _OPENMP
     if (s->threads > 1) {
@@ -486,12 +525,12 @@ void bloomery_decode(const Model *m, const Step *s, int64_t longest) {
         {
 #pragma omp single
             meeting.threads = omp_get_num_threads();
-            work(*m, *s, size, meeting, omp_get_thread_num());
+            work(*m, *s, runs, size, meeting, omp_get_thread_num());
         }
         return;
     }
 #endif
-    work(*m, *s, size, meeting, 0);
+    work(*m, *s, runs, size, meeting, 0);
 }
 
 // Rows [panels * 16, width] of numbers of `size` bytes into panels: [panels, width, 16]. Rows from `rows` on are zeros.

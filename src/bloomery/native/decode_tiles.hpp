@@ -1,10 +1,12 @@
 // Included once for each width of vectors, in a namespace of its own: LANES numbers are computed together. A panel of 16
-// rows takes 16 / LANES vectors.
+// rows takes 16 / LANES vectors. VNNI: one instruction adds the products of pairs, with the same result.
 
 constexpr int64_t SPLIT = PANEL / LANES;          // vectors of a panel
 constexpr int64_t TOKENS = LANES == 16 ? 8 : 4;   // that are multiplied at once
 constexpr int64_t PANELS = 4;                     // of which are computed together where there is one token
-constexpr int QUERIES = LANES == 4 ? 2 : LANES == 8 ? 3 : 4;  // heads that share what is read of a key or value
+constexpr int64_t FEW = 2;                        // and where there are two, or all registers are needed
+constexpr int QUERIES = LANES == 4 ? 2 : LANES == 8 ? 6 : 12;  // that share what is read of a key or value
+constexpr int ANSWERS = LANES == 16 ? 24 : 12;                 // vectors of them that are computed together
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
@@ -30,7 +32,11 @@ INLINE Floats read(const int8_t *at) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 INLINE Ints pairs(const int8_t *at) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
-INLINE Ints multiplied(Ints a, Ints b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#ifdef VNNI
+INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
+#else
+INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#endif
 INLINE Words words(const uint8_t *at) { return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)); }
 #elif LANES == 8
 INLINE Floats read(const Bfloat16 *at) {
@@ -41,7 +47,7 @@ INLINE Floats read(const int8_t *at) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 INLINE Ints pairs(const int8_t *at) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)); }
-INLINE Ints multiplied(Ints a, Ints b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 INLINE Words words(const uint8_t *at) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)); }
 #else
 INLINE Floats read(const Bfloat16 *at) {
@@ -64,7 +70,9 @@ INLINE Ints pairs(const int8_t *at) {
     for (int i = 0; i < LANES; i++) value[i] = int32_t(uint32_t(at[2 * i]) & 0xFFFF) | int32_t(at[2 * i + 1]) * 65536;
     return value;
 }
-INLINE Ints multiplied(Ints a, Ints b) { return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); }
+INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) {
+    return sum + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+}
 INLINE Words words(const uint8_t *at) {
     Words value;
     for (int i = 0; i < LANES; i++) value[i] = at[i];
@@ -144,7 +152,8 @@ INLINE void int8_tile(const Matrix &m, int64_t first, const float *const *x, flo
             for (int p = 0; p < P; p++)
                 for (int s = 0; s < SPLIT; s++) {
                     const Ints w = pairs(codes + p * PANEL * m.width + (k * PANEL + s * LANES) * 2);
-                    for (int t = 0; t < T; t++) part[p][s][t] += multiplied(w, Ints{} + rounded_pairs(x[t], m.width)[block * BLOCK / 2 + k]);
+                    for (int t = 0; t < T; t++)
+                        part[p][s][t] = plus_pairs(part[p][s][t], w, Ints{} + rounded_pairs(x[t], m.width)[block * BLOCK / 2 + k]);
                 }
         }
         for (int p = 0; p < P; p++)
@@ -172,7 +181,7 @@ INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, flo
                     for (int j = 0; j < 4; j++) {
                         const Ints w = eight >> (4 * j) & 0x000F000F;
                         for (int t = 0; t < T; t++)
-                            part[p][s][t] += multiplied(w, Ints{} + rounded_pairs(x[t], m.width)[group * GROUP / 2 + word * 4 + j]);
+                            part[p][s][t] = plus_pairs(part[p][s][t], w, Ints{} + rounded_pairs(x[t], m.width)[group * GROUP / 2 + word * 4 + j]);
                     }
                 }
         }
@@ -234,11 +243,13 @@ INLINE void nf4_tile(const Matrix &m, int64_t first, const float *const *x, floa
 template <int P, int T>
 INLINE void tile(const Matrix &m, int64_t first, const float *const *x, float *const *y, Ahead ahead) {
     switch (m.format) {
-        case IN_FLOAT32: return plain_tile<float, P, T>(m, first, x, y, ahead);
-        case IN_BFLOAT16: return plain_tile<Bfloat16, P, T>(m, first, x, y, ahead);
         case IN_INT8: return int8_tile<P, T>(m, first, x, y, ahead);
         case IN_INT4: return int4_tile<P, T>(m, first, x, y, ahead);
+#ifndef VNNI
+        case IN_FLOAT32: return plain_tile<float, P, T>(m, first, x, y, ahead);
+        case IN_BFLOAT16: return plain_tile<Bfloat16, P, T>(m, first, x, y, ahead);
         default: return nf4_tile<P, T>(m, first, x, y);
+#endif
     }
 }
 
@@ -251,12 +262,21 @@ INLINE int64_t panel_steps(const Matrix &m) {
     return m.format == IN_INT8 ? m.width / 2 : m.format == IN_INT4 ? m.width / 8 : m.width;
 }
 
+template <int P>
+INLINE void tokens_of(int64_t count, const Matrix &m, int64_t first, const float *const *x, float *const *y, Ahead ahead) {
+    if (count == TOKENS) tile<P, TOKENS>(m, first, x, y, ahead);
+    else if (count == 4) tile<P, 4>(m, first, x, y, ahead);
+    else if (count == 2) tile<P, 2>(m, first, x, y, ahead);
+    else tile<P, 1>(m, first, x, y, ahead);
+}
+
 // Panels begin … end of y for all tokens. Rows of x are x_stride numbers apart, and rows of y y_stride.
 void panels(const Matrix &m, int64_t begin, int64_t end, int64_t tokens, const float *x, int64_t x_stride, float *y,
             int64_t y_stride) {
     const float *from[TOKENS];
     float *to[TOKENS];
-    const int64_t bytes = panel_bytes(m), most = tokens == 1 ? PANELS : tokens == 2 ? 2 : 1;
+    const int64_t bytes = panel_bytes(m);
+    const int64_t most = tokens == 1 ? PANELS : tokens == 2 || (false && tokens >= TOKENS) ? FEW : 1;
     for (int64_t panel = begin, together; panel < end; panel += together) {
         together = panel + most <= end ? most : 1;
         const char *const next = (const char *)m.codes + (panel + together) * bytes;
@@ -265,12 +285,9 @@ void panels(const Matrix &m, int64_t begin, int64_t end, int64_t tokens, const f
             for (int64_t t = 0; t < count; t++) from[t] = x + (token + t) * x_stride, to[t] = y + (token + t) * y_stride;
             const int64_t share = bytes * together * count / tokens;  // of what comes next
             const Ahead ahead{next + bytes * together * token / tokens, share / panel_steps(m)};
-            if (count == TOKENS) tile<1, TOKENS>(m, panel, from, to, ahead);
-            else if (count == 4) tile<1, 4>(m, panel, from, to, ahead);
-            else if (count == 2 && together == 2) tile<2, 2>(m, panel, from, to, ahead);
-            else if (count == 2) tile<1, 2>(m, panel, from, to, ahead);
-            else if (together == PANELS) tile<PANELS, 1>(m, panel, from, to, ahead);
-            else tile<1, 1>(m, panel, from, to, ahead);
+            if (together == PANELS) tile<PANELS, 1>(m, panel, from, to, ahead);
+            else if (together == FEW) tokens_of<FEW>(count, m, panel, from, to, ahead);
+            else tokens_of<1>(count, m, panel, from, to, ahead);
         }
         if (m.bias)
             for (int64_t t = 0; t < tokens; t++)
@@ -279,61 +296,74 @@ void panels(const Matrix &m, int64_t begin, int64_t end, int64_t tokens, const f
     }
 }
 
-// The sums of weight · value over the tokens begin … end, of Q query heads and W vectors of their numbers.
+#ifndef VNNI
+// Adds weight · value over the slots begin … end of a page to Q answers, W vectors of each from e on.
 template <class C, int Q, int W>
-INLINE void mix(const Step &s, const Pages &pages, int64_t kv_head, int64_t begin, int64_t end, int64_t e,
-                const float *weights, int64_t stride, const float *totals, float *y) {
+INLINE void mix_some(const C *values, int64_t head, const float *weights, int64_t begin, int64_t end, int64_t e, const Query *of) {
     Floats sums[Q][W];
     for (int g = 0; g < Q; g++)
-        for (int w = 0; w < W; w++) sums[g][w] = Floats{};
-    for (int64_t other = begin; other < end;) {
-        const C *value = (const C *)s.values + pages.at(other, kv_head) + other % PAGE * pages.head + e;
-        for (const int64_t stop = std::min(end, other / PAGE * PAGE + PAGE); other < stop; other++, value += pages.head)
-            for (int w = 0; w < W; w++) {
-                const Floats numbers = read(value + w * LANES);
-                for (int g = 0; g < Q; g++) sums[g][w] += numbers * weights[g * stride + other];
-            }
+        for (int w = 0; w < W; w++) sums[g][w] = read(of[g].y + e + w * LANES);
+    for (int64_t slot = begin; slot < end; slot++) {
+        Floats numbers[W];
+        for (int w = 0; w < W; w++) numbers[w] = read(values + slot * head + e + w * LANES);
+        for (int g = 0; g < Q; g++)
+            for (int w = 0; w < W; w++) sums[g][w] += numbers[w] * weights[g * PAGE + slot];
     }
     for (int g = 0; g < Q; g++)
-        for (int w = 0; w < W; w++) {
-            const Floats mean = sums[g][w] / totals[g];
-            std::memcpy(y + g * pages.head + e + w * LANES, &mean, sizeof mean);
-        }
+        for (int w = 0; w < W; w++) std::memcpy(of[g].y + e + w * LANES, &sums[g][w], sizeof(Floats));
 }
 
-// What Q query heads of one key head, from head h on, find for a token. weights: room for Q · stride numbers.
 template <class C, int Q>
-INLINE void attend_heads(const Model &m, const Layer &layer, const Step &s, const Pages &pages, int64_t token, int64_t h,
-                         const float *q, float *y, float *room, int64_t stride) {
-    const int64_t position = s.position[token], kv_head = h / (m.heads / m.kv_heads), E = m.head;
-    const int64_t begin = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
-    const int64_t first = begin / PAGE * PAGE, end = (position / PAGE + 1) * PAGE;
-    float *const weights = room - first, totals[Q];
+INLINE void mix(const C *values, int64_t head, const float *weights, int64_t begin, int64_t end, const Query *of) {
+    constexpr int W = Q * 4 <= ANSWERS ? 4 : 2;
+    if (begin >= end) return;
+    int64_t e = 0;
+    for (; e + W * LANES <= head; e += W * LANES) mix_some<C, Q, W>(values, head, weights, begin, end, e, of);
+    for (; e + LANES <= head; e += LANES) mix_some<C, Q, 1>(values, head, weights, begin, end, e, of);
+}
+
+INLINE int64_t slot_of(int64_t position, int64_t page) { return std::min(std::max<int64_t>(position - page, 0), PAGE); }
+
+// What Q queries find. Their key head is the same, and their tokens are of one sequence. A query's sums have the same
+// order whatever others are answered with it. room: E · Q numbers, and Q for each position from the first page on.
+template <class C, int Q>
+INLINE void attend_together(const Model &m, const Step &s, const Pages &pages, int64_t kv_head, const Query *of, float *room) {
+    const int64_t E = m.head;
+    int64_t earliest = of[0].begin, begin = earliest, last = of[0].position, end = last;  // seen by any, and by all
+    for (int g = 1; g < Q; g++) {
+        earliest = std::min(earliest, of[g].begin), begin = std::max(begin, of[g].begin);
+        last = std::max(last, of[g].position), end = std::min(end, of[g].position);
+    }
+    end = begin > end ? begin = last + 1 : end + 1;
+    const int64_t first = earliest / PAGE * PAGE, stop = (last / PAGE + 1) * PAGE;
+    float *const q = room, *const weights = room + E * Q, totals[Q];
+    for (int64_t e = 0; e < E; e++)
+        for (int g = 0; g < Q; g++) q[e * Q + g] = of[g].q[e];
     const Floats nothing = Floats{} - INFINITY;
     Floats most[Q];
-    q += h * E, y += h * E;
     for (int g = 0; g < Q; g++) most[g] = nothing;
-    for (int64_t page = first; page < end; page += PAGE) {
+    for (int64_t page = first; page < stop; page += PAGE) {
         const C *const keys = (const C *)s.keys + pages.at(page, kv_head);
         const float *const scales = is_coded<C> ? s.scales + pages.scales_at(page, kv_head) : nullptr;
-        Floats sums[Q][PAGE / LANES];
-        for (int g = 0; g < Q; g++)
-            for (int i = 0; i < PAGE / LANES; i++) sums[g][i] = Floats{};
-        for (int64_t e = 0; e < E; e++)
-            for (int i = 0; i < PAGE / LANES; i++) {
-                const Floats numbers = read(keys + e * PAGE + i * LANES);
-                for (int g = 0; g < Q; g++) sums[g][i] += numbers * q[g * E + e];
+        for (int64_t slot = 0; slot < PAGE; slot += 2 * LANES) {
+            Floats sums[Q][2];
+            for (int g = 0; g < Q; g++) sums[g][0] = sums[g][1] = Floats{};
+            for (int64_t e = 0; e < E; e++) {
+                const Floats one = read(keys + e * PAGE + slot), two = read(keys + e * PAGE + slot + LANES);
+                for (int g = 0; g < Q; g++) sums[g][0] += one * q[e * Q + g], sums[g][1] += two * q[e * Q + g];
             }
-        for (int i = 0; i < PAGE / LANES; i++) {
-            const Ints other = counted(page + i * LANES);
-            const Ints hidden = (other < Ints{} + int32_t(begin)) | (other > Ints{} + int32_t(position));
-            for (int g = 0; g < Q; g++) {
-                Floats score = sums[g][i] * m.scale;
-                if (is_coded<C>) score *= read(scales + i * LANES);
-                if (m.slopes) score -= m.slopes[h + g] * converted(int32_t(position) - other);
-                score = hidden ? nothing : score;
-                most[g] = most[g] < score ? score : most[g];
-                std::memcpy(weights + g * stride + page + i * LANES, &score, sizeof score);
+            for (int i = 0; i < 2; i++) {
+                const int64_t at = slot + i * LANES;
+                const Ints other = counted(page + at);
+                for (int g = 0; g < Q; g++) {
+                    const int32_t position = int32_t(of[g].position);
+                    Floats score = sums[g][i] * m.scale;
+                    if (is_coded<C>) score *= read(scales + at);
+                    if (m.slopes) score -= m.slopes[of[g].head] * converted(position - other);
+                    score = (other < Ints{} + int32_t(of[g].begin)) | (other > Ints{} + position) ? nothing : score;
+                    most[g] = most[g] < score ? score : most[g];
+                    std::memcpy(weights + (page - first) * Q + g * PAGE + at, &score, sizeof score);
+                }
             }
         }
     }
@@ -342,50 +372,79 @@ INLINE void attend_heads(const Model &m, const Layer &layer, const Step &s, cons
         for (int i = 0; i < LANES; i++) highest = std::max(highest, most[g][i]);
         Floats total[16 / LANES];
         for (int i = 0; i < 16 / LANES; i++) total[i] = Floats{};
-        for (int64_t i = g * stride + first; i < g * stride + end; i += 16)
-            for (int j = 0; j < 16 / LANES; j++) {
-                const Floats score = read(weights + i + j * LANES);
-                const Floats weight = score == nothing ? Floats{} : exponential(score - highest);
-                std::memcpy(weights + i + j * LANES, &weight, sizeof weight);
-                total[j] += weight;
-            }
+        for (int64_t page = first; page < stop; page += PAGE) {
+            float *const here = weights + (page - first) * Q + g * PAGE;
+            for (int64_t i = 0; i < PAGE; i += 16)
+                for (int j = 0; j < 16 / LANES; j++) {
+                    const Floats score = read(here + i + j * LANES);
+                    const Floats weight = score == nothing ? Floats{} : exponential(score - highest);
+                    std::memcpy(here + i + j * LANES, &weight, sizeof weight);
+                    total[j] += weight;
+                }
+            for (int64_t i = 0; is_coded<C> && i < PAGE; i++) here[i] *= s.scales[pages.scales_at(page, kv_head) + PAGE + i];
+        }
         std::memcpy(lanes, total, sizeof lanes);
         totals[g] = lanes_sum(lanes);
-        for (int64_t page = first; is_coded<C> && page < end; page += PAGE)
-            for (int64_t i = 0; i < PAGE; i++)
-                weights[g * stride + page + i] *= s.scales[pages.scales_at(page, kv_head) + PAGE + i];
+        std::memset(of[g].y, 0, E * sizeof(float));
     }
-    int64_t e = 0;
-    for (; e + 4 * LANES <= E; e += 4 * LANES)
-        mix<C, Q, 4>(s, pages, kv_head, begin, position + 1, e, weights, stride, totals, y);
-    for (; e + LANES <= E; e += LANES) mix<C, Q, 1>(s, pages, kv_head, begin, position + 1, e, weights, stride, totals, y);
-    for (; e < E; e++)
+    for (int64_t page = first; page < stop; page += PAGE) {
+        const C *const values = (const C *)s.values + pages.at(page, kv_head);
+        const float *const here = weights + (page - first) * Q;
+        const int64_t low = slot_of(begin, page), high = std::max(low, slot_of(end, page));
         for (int g = 0; g < Q; g++) {
-            float sum = 0;
-            for (int64_t other = begin; other <= position; other++)
-                sum += weights[g * stride + other] *
-                       load((const C *)s.values + pages.at(other, kv_head) + other % PAGE * E + e);
-            y[g * E + e] = sum / totals[g];
+            const int64_t until = slot_of(of[g].position + 1, page);
+            mix<C, 1>(values, E, here + g * PAGE, slot_of(of[g].begin, page), std::min(low, until), of + g);
         }
+        mix<C, Q>(values, E, here, low, high, of);
+        for (int g = 0; g < Q; g++) mix<C, 1>(values, E, here + g * PAGE, high, slot_of(of[g].position + 1, page), of + g);
+    }
+    for (int g = 0; g < Q; g++) {
+        int64_t e = 0;
+        for (; e + LANES <= E; e += LANES) {
+            const Floats mean = read(of[g].y + e) / totals[g];
+            std::memcpy(of[g].y + e, &mean, sizeof mean);
+        }
+        for (; e < E; e++) {
+            float sum = 0;
+            for (int64_t other = of[g].begin; other <= of[g].position; other++)
+                sum += weights[(other / PAGE * PAGE - first) * Q + g * PAGE + other % PAGE] *
+                       load((const C *)s.values + pages.at(other, kv_head) + other % PAGE * E + e);
+            of[g].y[e] = sum / totals[g];
+        }
+    }
 }
 
 template <class C>
-INLINE void attend_by(const Model &m, const Layer &l, const Step &s, const Pages &p, int64_t token, int64_t kv_head,
-                      const float *q, float *y, float *room, int64_t stride) {
-    const int64_t group = m.heads / m.kv_heads, end = (kv_head + 1) * group;
-    int64_t h = kv_head * group;
-    for (; h + QUERIES <= end; h += QUERIES) attend_heads<C, QUERIES>(m, l, s, p, token, h, q, y, room, stride);
-    if (QUERIES > 2)
-        for (; h + 2 <= end; h += 2) attend_heads<C, 2>(m, l, s, p, token, h, q, y, room, stride);
-    if (h < end) attend_heads<C, 1>(m, l, s, p, token, h, q, y, room, stride);
-}
-
-// What the query heads of one key head find for a token.
-void attend(const Model &m, const Layer &l, const Step &s, const Pages &p, int64_t token, int64_t kv_head,
-            const float *q, float *y, float *room, int64_t stride) {
-    switch (m.cache_format) {
-        case IN_FLOAT32: return attend_by<float>(m, l, s, p, token, kv_head, q, y, room, stride);
-        case IN_BFLOAT16: return attend_by<Bfloat16>(m, l, s, p, token, kv_head, q, y, room, stride);
-        default: return attend_by<int8_t>(m, l, s, p, token, kv_head, q, y, room, stride);
+INLINE void attend_by(const Model &m, const Layer &layer, const Step &s, const Pages &p, const Run &tokens, int64_t kv_head,
+                      const float *q, int64_t q_stride, float *y, int64_t y_stride, float *room) {
+    const int64_t heads = m.heads / m.kv_heads, all = tokens.count * heads;
+    for (int64_t i = 0, count; i < all; i += count) {
+        count = std::min<int64_t>(all - i, QUERIES);
+        count = count >= 12 ? 12 : count >= 6 ? 6 : count;
+        count = count == 5 ? 4 : count;
+        Query of[QUERIES];
+        for (int64_t g = 0; g < count; g++) {
+            const int64_t token = (i + g) / heads, h = kv_head * heads + (i + g) % heads;
+            const int64_t position = s.position[tokens.first + token];
+            const int64_t begin = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
+            of[g] = {q + token * q_stride + h * m.head, y + token * y_stride + h * m.head, h, begin, position};
+        }
+        if (QUERIES >= 12 && count == 12) attend_together<C, std::min(QUERIES, 12)>(m, s, p, kv_head, of, room);
+        else if (QUERIES >= 6 && count == 6) attend_together<C, std::min(QUERIES, 6)>(m, s, p, kv_head, of, room);
+        else if (QUERIES >= 4 && count == 4) attend_together<C, std::min(QUERIES, 4)>(m, s, p, kv_head, of, room);
+        else if (QUERIES >= 3 && count == 3) attend_together<C, std::min(QUERIES, 3)>(m, s, p, kv_head, of, room);
+        else if (count == 2) attend_together<C, 2>(m, s, p, kv_head, of, room);
+        else attend_together<C, 1>(m, s, p, kv_head, of, room);
     }
 }
+
+// What the query heads of one key head find for tokens that follow each other; q and y are of the first.
+void attend(const Model &m, const Layer &l, const Step &s, const Pages &p, const Run &tokens, int64_t kv_head, const float *q,
+            int64_t q_stride, float *y, int64_t y_stride, float *room) {
+    switch (m.cache_format) {
+        case IN_FLOAT32: return attend_by<float>(m, l, s, p, tokens, kv_head, q, q_stride, y, y_stride, room);
+        case IN_BFLOAT16: return attend_by<Bfloat16>(m, l, s, p, tokens, kv_head, q, q_stride, y, y_stride, room);
+        default: return attend_by<int8_t>(m, l, s, p, tokens, kv_head, q, q_stride, y, y_stride, room);
+    }
+}
+#endif
