@@ -67,6 +67,7 @@ def numbers() -> dict[str, str]:
     demo, answers, target = result("demo"), result("answers"), result("to_target")
     dedup, kills = result("dedup"), result("kill_runs")
     rates = [run["megabytes_per_second"] for run in dedup["notes"]["runs"]]
+    target_tokens = target["notes"]["curves"]["ours"][-1][0] * target["notes"]["global_batch_tokens"]
     right, gpu = demo["notes"]["answers"], result("gpu_h100")["notes"]["demo"]
     film = re.search(r"make demo · (\d+) min", (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8"))
     return cpu_hours() | {
@@ -83,10 +84,13 @@ def numbers() -> dict[str, str]:
         "answers-bits": f"{answers['bits_per_byte']['model']:.2f}",
         "answers-xz": f"{answers['bits_per_byte']['xz']:.2f}",
         "target-seconds": f"{target['ours']['value']:.0f} CPU seconds",
+        "target-whole": f"{target['notes']['seconds']['ours']:.0f} CPU seconds",
+        "target-tokens": f"{target_tokens / 1e6:.1f} million",
         "target-share": f"{100 * target['notes']['share_of_its_time']:.0f} %",
         "step-default": shares("huggingface", "nanogpt"),
         "step-bfloat": shares("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept"),
         "dedup-rates": f"{min(rates):.0f} to {max(rates):.0f} MB/s",
+        "dedup-small": f"{dedup['ours']['value']:.1f} MB/s",
         "dedup-peer": f"{dedup['peers']['datatrove']['value']:.2f} MB/s",
         "kills": f"{kills['ours']['value']} times",
         "kill-files": f"{kills['notes']['files_compared']} output files",
