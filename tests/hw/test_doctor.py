@@ -12,8 +12,7 @@ from bloomery.core import native
 from bloomery.hw.doctor import report
 from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import as_lines, examine, exit_code
-from bloomery.hw.gpus import find_gpus, rocminfo_targets
-from bloomery.hw.host import CommandResult, Host, Node, Space, User
+from bloomery.hw.host import CommandResult, Host, Node, Space, User, find_gpus, rocminfo_targets
 from bloomery.hw.kernel_trials import trials
 from tests.hw.machines import (
     BLACKLIST,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import Host, Space
+from bloomery.hw.host import Host, Space, find_gpus
 from bloomery.hw.torch_install import install_command
 from tests.hw.machines import (
     AMD,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hw.gpus import Gpu, find_gpus, gfx_name
-from bloomery.hw.host import Host, fast_bf16, in_container, memory_bytes, run_here
+from bloomery.hw.host import Gpu, Host, fast_bf16, find_gpus, gfx_name, in_container, memory_bytes, run_here
 from tests.hw.machines import AMD, GIB, GPU_NODES, HYGON, ZEN2, machine, plant
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from bloomery.core.errors import HardwareError
 from bloomery.hw import torch_install
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.host import CommandResult, Host, find_gpus
 from bloomery.hw.torch_install import AMD_INDEX, install_command
 from tests.hw.machines import MACHINES, MATRIX, machine, plant, torch_folder
 

@@ -30,8 +30,7 @@ from typing import Any, Literal
 from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
 from bloomery.hw import require_torch as require_torch
-from bloomery.hw.gpus import INTEGRATED
-from bloomery.hw.host import DeviceChoice, Host, fast_bf16, free_bytes, memory_bytes
+from bloomery.hw.host import INTEGRATED, DeviceChoice, Host, fast_bf16, free_bytes, memory_bytes
 
 import torch
 

@@ -32,8 +32,7 @@ from bloomery.core import native as core_native
 from bloomery.core.errors import HardwareError
 from bloomery.core.io import canonical, write_json
 from bloomery.core.records import read_record
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import CommandResult, Host, cpu_features
+from bloomery.hw.host import CommandResult, Host, cpu_features, find_gpus
 
 OWN = "triton"
 """The implementation by kernels of our own, in the words of trials."""

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw.gpus import Gpu, Maker, find_gpus
-from bloomery.hw.host import Host
+from bloomery.hw.host import Gpu, Host, Maker, find_gpus
 
 MINIMUM = (2, 11)
 BOUNDS = ">=2.11,<2.14"

@@ -32,8 +32,7 @@ from bloomery.data.sources.local import WORLD_BYTES, StandardLibrary, Worlds
 from bloomery.data.sources.remote import Reach
 from bloomery.evaluation import charts
 from bloomery.evaluation.charts import Html, tag
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import Host
+from bloomery.hw.host import Host, find_gpus
 from bloomery.hw.launcher import cores
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig, cost

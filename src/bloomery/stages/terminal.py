@@ -30,8 +30,7 @@ from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_m
 from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, RECIPE, find_manifest, read_record
 from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import Host, memory_bytes
+from bloomery.hw.host import Host, find_gpus, memory_bytes
 from bloomery.hw.launcher import cores
 
 PAGE, ANSWERS = "report.html", "answers.json"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bloomery.hw import torch_install
-from bloomery.hw.gpus import Gpu
-from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.host import CommandResult, Gpu, Host
 from bloomery.hw.torch_install import Distribution, distributions
 
 FindingStatus = Literal["ok", "warn", "fail"]

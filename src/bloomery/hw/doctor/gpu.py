@@ -9,8 +9,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bloomery.hw.doctor.finding import GIB, Finding, FindingStatus, MachineFacts
-from bloomery.hw.gpus import PCI_MAKERS, Gpu, Maker, gfx_name, nvidia_files, rocminfo_targets
-from bloomery.hw.host import Host, group_name, in_container, in_pod, in_wsl, physical_bytes
+from bloomery.hw.host import (
+    PCI_MAKERS,
+    Gpu,
+    Host,
+    Maker,
+    gfx_name,
+    group_name,
+    in_container,
+    in_pod,
+    in_wsl,
+    nvidia_files,
+    physical_bytes,
+    rocminfo_targets,
+)
 from bloomery.hw.torch_install import maker_to_serve, numbers
 
 OLDEST_KERNEL = {"gfx1150": (6, 11), "gfx1151": (6, 11), "gfx1200": (6, 12), "gfx1201": (6, 12)}

@@ -18,8 +18,7 @@ from bloomery.core.errors import readable
 from bloomery.hw import torch_install
 from bloomery.hw.doctor import compute, gpu, software
 from bloomery.hw.doctor.finding import CheckFunction, Finding, MachineFacts
-from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.host import CommandResult, Host, find_gpus
 from bloomery.hw.kernel_trials import KernelTrial, command, merged
 
 GROUPS: dict[str, tuple[CheckFunction, ...]] = {
