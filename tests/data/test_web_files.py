@@ -5,7 +5,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -223,6 +228,43 @@ def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
     assert download.version(hub.endpoint + "/x", attempts=1)["num_bytes"] == len(DATA)
     assert hub.asked("/x")[-1].headers["Range"] == "bytes=0-0"
     assert hub.sent() <= 1
+
+
+@contextmanager
+def redirecting(target: str, body_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """The address of a server that redirects to `target`, and the bytes of body that it could send with that."""
+    sent: list[int] = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", str(body_bytes))
+            self.end_headers()
+            with suppress(OSError):  # the client has closed the connection
+                for _ in range(body_bytes // MIB):
+                    self.wfile.write(bytes(MIB))
+                    sent.append(MIB)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirect)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/", sent
+    finally:
+        server.shutdown()
+        server.server_close()  # joins the threads of its requests
+        thread.join()
+
+
+def test_the_body_of_a_redirect_is_not_read(hub: Hub) -> None:
+    file = served(hub)
+    with redirecting(file.addresses[0], 256 * MIB) as (address, sent):
+        assert download.download(replace(file, addresses=(address,)), attempts=1).read_bytes() == DATA
+    assert sum(sent) < 64 * MIB, "more than the buffers of the sockets hold"
 
 
 CHILD = """
