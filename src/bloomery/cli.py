@@ -416,7 +416,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str] | None) -> int:
     try:
         options = _parsed(words)
-        with nullcontext() if options.verb == "run" else ending_on_sigterm():
+        with nullcontext() if options.verb in ("run", "serve") else ending_on_sigterm():  # which handle it themselves
             code = VERBS[options.verb](options)
         sys.stdout.flush()
         return code

@@ -66,7 +66,7 @@ def test_the_first_sigterm_ends_a_block_and_those_that_follow_do_not_disturb_its
 
 
 def test_training_within_takes_note_and_a_sigterm_after_it_does_not_disturb_the_way_out() -> None:
-    seen = []
+    seen = list[object]()
 
     def work() -> None:
         with ending_on_sigterm():

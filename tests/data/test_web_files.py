@@ -173,7 +173,7 @@ def test_a_file_of_unknown_size_leaves_some_of_the_disk(hub: Hub, monkeypatch: p
     monkeypatch.setattr(download, "UNCHECKED_BYTES", MIB)
     full = shutil.disk_usage("/")._replace(free=download.RESERVED_BYTES - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(download.shutil, "disk_usage", lambda path: full)
+        patch.setattr("bloomery.data.sources.download.shutil.disk_usage", lambda path: full)
         with pytest.raises(
             RunError, match=r"came of a file whose size its server does not say, and 1\.0 GiB"
         ) as caught:
