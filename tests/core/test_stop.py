@@ -156,3 +156,13 @@ def test_a_verb_that_was_asked_to_end_exits_with_the_number_of_the_signal(
     monkeypatch.setitem(cli.VERBS, "doctor", ended)
     assert cli.main(["doctor"]) == code
     assert capsys.readouterr().err == f"{how}; run the same command again to resume\n"
+
+
+def test_sigterm_ends_a_verb_in_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(options: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setitem(cli.VERBS, "data", work)
+    assert cli.main(["data", "dedup", "in", "--out", "out"]) == 143
+    assert capsys.readouterr().err == "ended as asked; run the same command again to resume\n"

@@ -90,6 +90,18 @@ def test_an_error_leaves_out_the_open_part(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(file.name for file in tmp_path.iterdir()) == ["part-000.parquet", "part-001.parquet"]
 
 
+def test_a_file_that_cannot_take_the_last_documents_is_left_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: documents.PartWriter, rows: object) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(documents.PartWriter, "write", full)
+    with pytest.raises(OSError, match="full"):
+        write(tmp_path, [row(1)])
+    assert list(tmp_path.iterdir()) == []
+
+
 DIE = """
 import os, signal, sys
 from pathlib import Path

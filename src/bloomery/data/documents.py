@@ -237,10 +237,14 @@ class Rolling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._hand_on()
-            if not self.files:
-                self._opened()
+        try:
+            if kind is None:
+                self._hand_on()
+                if not self.files:
+                    self._opened()
+        except BaseException as failure:
+            self._close(type(failure), failure, failure.__traceback__)
+            raise
         self._close(kind, error, trace)
 
 
