@@ -65,6 +65,19 @@ def test_the_first_sigterm_ends_a_block_and_those_that_follow_do_not_disturb_its
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_sigterm_that_a_callback_has_lost_is_raised_again_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.core.signals.SECONDS_OF_CLEANUP", -1.0)
+
+    def work() -> None:
+        with ending_on_sigterm():
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Terminated):
+        work()
+
+
 def test_training_within_takes_note_and_a_sigterm_after_it_does_not_disturb_the_way_out() -> None:
     seen = list[object]()
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+SECONDS_OF_CLEANUP = 5.0
+"""After SIGTERM, another one is the same wish: `finally` blocks may take so long."""
 SECONDS_BETWEEN_WISHES = 0.5
 """Two interrupts within are one: a launcher hands on what a terminal has sent to all. No hand is as fast."""
 
@@ -37,6 +39,8 @@ class StopRequest:
         self.asked = False
         self.code: int = TERMINATED
         """What it then exits with."""
+        self.at = 0.0
+        """When it was last asked, in seconds of time.monotonic."""
         self.saves = False
         """Whether there is work that an interrupt would lose. Until there is, Ctrl-C ends the process at once."""
 
@@ -48,7 +52,7 @@ class StopRequest:
     def ask(self, number: int) -> None:
         """Take note of a signal. The first one says how the process exits."""
         if not self.asked:
-            self.asked, self.code = True, 128 + number
+            self.asked, self.code, self.at = True, 128 + number, time.monotonic()
 
 
 def end_now() -> None:
@@ -68,8 +72,9 @@ _ending: list[StopRequest] = []
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
     """
-    While the block runs, the first SIGTERM raises Terminated in it, wherever it is, so that `finally` blocks run. Later
-    ones change nothing: whoever wants more sends SIGKILL. A block of `on_signals` within takes note instead.
+    While the block runs, SIGTERM raises Terminated in it, wherever it is, so that `finally` blocks run. For
+    SECONDS_OF_CLEANUP, more of them change nothing. Then SIGTERM raises again: a callback of a library may have lost
+    the first. A block of `on_signals` within takes note instead.
 
     Signals reach the main thread alone; in another one nothing is changed. Afterwards SIGTERM ends a process that was
     asked to stop with the same code; otherwise all is as before.
@@ -80,9 +85,10 @@ def ending_on_sigterm() -> Iterator[None]:
     stop = StopRequest()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if not stop.asked:
+        if not stop.asked or time.monotonic() - stop.at > SECONDS_OF_CLEANUP:
             stop.ask(number)
-            raise Terminated
+            stop.at = time.monotonic()
+            raise Terminated(stop.code)
 
     _ending.append(stop)
     before = signal.signal(signal.SIGTERM, end)
@@ -96,7 +102,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 def interruption() -> KeyboardInterrupt | Terminated:
     """The error to raise in place of that of a library whose work a signal has cut short."""
-    return Terminated() if _ending and _ending[0].asked else KeyboardInterrupt()
+    return Terminated(_ending[0].code) if _ending and _ending[0].asked else KeyboardInterrupt()
 
 
 def _end_alike(stop: StopRequest) -> None:
@@ -143,7 +149,7 @@ def on_signals(insisted: Callable[[], None] = end_now) -> Iterator[StopRequest]:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if stop.asked and _ending and not _ending[0].asked:
-            _ending[0].asked, _ending[0].code = True, stop.code  # another SIGTERM must not raise on the way out
+            _ending[0].ask(stop.code - 128)  # another SIGTERM must not raise on the way out
         _end_alike(stop)
         _listening.clear()
     stop.check()
