@@ -161,7 +161,7 @@ def make(folder: Path, num_bytes: int, seed: int = 0) -> int:
     written, number = 0, 0
     recent: list[str] = []
     table = permuted(rng)
-    with documents.Writer(folder) as writer:
+    with documents.Rolling(folder, "part", documents.SCHEMA()) as writer:
         while written < num_bytes:
             if number % len(base) == 0:
                 rng.shuffle(base)
@@ -176,8 +176,9 @@ def make(folder: Path, num_bytes: int, seed: int = 0) -> int:
                 if len(recent) > 3000:
                     recent[rng.randrange(len(recent))] = recent.pop()
             name = f"{rng.getrandbits(64):016x}"
-            writer.write({"id": name, "text": text, "source": "made", "domain": "web", "url": None, "license": None})
-            written += len(text.encode())
+            row = {"id": name, "text": text, "source": "made", "domain": "web", "url": None, "license": None}
+            writer.write(row, size := len(text.encode()))
+            written += size
     return written
 
 
@@ -289,10 +290,10 @@ def datatrove(corpus: Path, out: Path) -> dict[str, Any]:
 def labeled(folder: Path) -> dict[str, Any]:
     """Recall on the labeled pairs of web text and code; the least exact Jaccard of what was removed."""
     found = texts()
-    with documents.Writer(folder / "shared") as writer:
+    with documents.PartWriter(folder / "shared" / "part-000.parquet") as writer:
         for name, (corpus, text) in found.items():
             row = {"id": name, "text": text, "source": corpus, "domain": corpus, "url": None, "license": None}
-            writer.write(row)
+            writer.write([row])
     out = folder / "labeled"
     dedup.deduplicate(Dedup(), documents.parts(folder / "shared"), out)
     gone = {row["id"]: row for row in documents.read(out / "duplicates", ["id", "kept_id", "reason"])}

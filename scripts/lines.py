@@ -11,15 +11,15 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_740,
-    "core": 3_860,
+    "core": 3_920,
     "hw": 5_480,
     "data": 13_240,
     "tokenizer": 3_230,
     "shards": 1_690,
     "model": 4_035,
-    "weights": 6_380,
+    "weights": 6_450,
     "train": 10_260,
-    "generate": 1_985,
+    "generate": 2_020,
     "evaluation": 4_760,
     "serve": 3_760,
     "stages": 6_220,

@@ -37,10 +37,10 @@ START, END = "<!-- tree -->", "<!-- /tree -->"
 
 
 def summary(module: Path) -> str:
-    """The first sentence of a module's docstring, as far as its first line goes."""
+    """The first sentence of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
-    line = text.strip().partition("\n")[0]
-    return line.partition(". ")[0].rstrip(".")
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".")
 
 
 def tree() -> str:

@@ -3,7 +3,9 @@ import ast
 import json
 import os
 import re
+import select
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -439,6 +441,45 @@ from bloomery import cli
 bloomery.recipe.STAGES, bloomery.recipe.Recipe = two_stages.STAGES, two_stages.Recipe
 sys.exit(cli.main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize(
+    ("number", "asked", "code", "how"),
+    [
+        (16, signal.SIGTERM, 143, "Ended as asked"),
+        (17, signal.SIGTERM, 143, "Ended as asked"),
+        (16, signal.SIGINT, 130, "Interrupted"),
+    ],
+)
+def test_a_signal_in_a_data_stage_ends_it_in_order_with_its_workers_and_the_command_that_resumes(
+    recipe: Path, tmp_path: Path, number: int, asked: signal.Signals, code: int, how: str
+) -> None:
+    os.mkfifo(tmp_path / "started")
+    started = os.open(tmp_path / "started", os.O_RDWR)  # also for writing: no worker that ends closes it
+    words = ["run", str(recipe), f"make.number={number}", "--runs", str(tmp_path / "runs")]
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "STARTED": str(tmp_path / "started")}
+    with subprocess.Popen(
+        [sys.executable, "-c", listening + PROCESS, *words], stderr=subprocess.PIPE, env=env
+    ) as process:
+        try:
+            pids = b""
+            while pids.count(b"\n") < number - 15:
+                assert select.select([started], [], [], 60)[0], "no worker has started"
+                pids += os.read(started, 100)
+            process.send_signal(asked)
+            told = process.communicate(timeout=60)[1].decode()
+        finally:
+            process.kill()
+            os.close(started)
+    assert process.returncode == code
+    assert f"\n{how}. Resume: bloomery run {recipe} make.number={number} --runs {tmp_path / 'runs'}\n" in told
+    assert re.search(r"make +stopped after", told)
+    assert "Traceback" not in told
+    assert [file.read_text() for file in tmp_path.glob("runs/small/*/left.txt")] == ["in order"]
+    for pid in map(int, pids.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def shell(folder: Path, words: str, streams: str) -> tuple[int, str, str]:

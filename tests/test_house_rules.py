@@ -465,6 +465,51 @@ def test_the_tree_on_the_page_is_current() -> None:
     assert block(page) == TREE["tree"](), "run: python scripts/tree.py --write"
 
 
+def test_a_module_is_listed_with_its_first_sentence_on_however_many_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('"""\nReads files, and each of them\nonly once. Another sentence.\n\nMore.\n"""\n')
+    assert TREE["summary"](tmp_path / "a.py") == "Reads files, and each of them only once"
+
+
+NAMES = r"`(?:\w+\.)*\w+`(?:(?:,| and) `(?:\w+\.)*\w+`)*"
+"""Names in the tables of the source map, one or several."""
+
+
+def test_every_file_and_name_of_the_source_maps_tables_exists() -> None:
+    """In the forms: FILE (`NAME`, ...), and `NAME` in FILE, where "of" may stand for "in"."""
+    rows = [line for line in TREE["PAGE"].read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    paths = {path for row in rows for path in re.findall(r"`([\w/]+(?:/|\.\w+))`", row) if "/" in path or ".py" in path}
+    missing = [path for path in sorted(paths) if not any((root / path).exists() for root in (SOURCE, ROOT))]
+    assert not missing
+    pairs = list[tuple[str, str]]()
+    for row in rows:
+        after = re.findall(r"`([\w/]+\.py)` \(([^)]*)\)", row)
+        before = [
+            (path, names) for names, path in re.findall(rf"({NAMES})(?: \([^)]*\))? (?:in|of) `([\w/]+\.py)`", row)
+        ]
+        pairs += [(path, name) for path, names in (*after, *before) for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(pairs) >= 28
+    assert not [(path, name) for path, name in pairs if not is_defined(SOURCE / path, name)]
+
+
+def is_defined(module: Path, name: str) -> bool:
+    """Whether a module binds a name at its top, or a class of it `CLASS.NAME`."""
+    body: list[ast.stmt] = ast.parse(module.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        named = [(one, getattr(one, "name", None)) for one in body]
+        named += [(one, target.id) for one in body for target in targets(one) if isinstance(target, ast.Name)]
+        found = next((one for one, own in named if own == part), None)
+        if found is None:
+            return False
+        body = getattr(found, "body", [])
+    return True
+
+
+def targets(statement: ast.stmt) -> list[ast.expr]:
+    if isinstance(statement, ast.Assign):
+        return statement.targets
+    return [statement.target] if isinstance(statement, ast.AnnAssign) else []
+
+
 def test_help_starts_in_half_a_second() -> None:
     """Processor seconds, the best of three: what else the machine does is not our fault."""
     code = "import sys; sys.argv = ['bloomery', '--help']; from bloomery.cli import main; sys.exit(main())"

@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -26,7 +27,7 @@ from bloomery.core import errors, log
 from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig, TemplateName
 from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
-from bloomery.core.signals import INTERRUPTED, Terminated
+from bloomery.core.signals import INTERRUPTED, Terminated, ending_on_sigterm
 
 if TYPE_CHECKING:
     from bloomery.core.pipeline import RunCommand
@@ -414,7 +415,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str] | None) -> int:
     try:
-        code = VERBS[(options := _parsed(words)).verb](options)
+        options = _parsed(words)
+        with nullcontext() if options.verb in ("run", "serve") else ending_on_sigterm():  # which handle it themselves
+            code = VERBS[options.verb](options)
         sys.stdout.flush()
         return code
     except BloomeryError as error:
@@ -477,7 +480,7 @@ def run(options: argparse.Namespace) -> int:
 
     alone, asked = launcher.num_processes() == 1 and not options.hosts, options.until or options.only
     command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
-    with log.story(verbose=options.verbose):
+    with log.story(verbose=options.verbose), ending_on_sigterm() if alone else nullcontext():
         if alone and (root := command.up_to_date()) is not None and asked in (None, *records.stage_folders(root)):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
             return 0
@@ -502,6 +505,7 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     if options.hosts:
         return hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
 
+    @ending_on_sigterm()  # of several ranks only here: a rank that waits for others in compiled code would not end
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
         root = options.runs / recipe.name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery import cli
-from bloomery.core.signals import StopRequest, Terminated, on_signals
+from bloomery.core.signals import StopRequest, Terminated, ending_on_sigterm, interruption, on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,72 @@ def test_what_was_before_comes_back_where_nobody_asked() -> None:
     with on_signals():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_first_sigterm_ends_a_block_and_those_that_follow_do_not_disturb_its_end() -> None:
+    before, left = signal.getsignal(signal.SIGTERM), list[str]()
+
+    def work() -> None:
+        with ending_on_sigterm():
+            try:
+                assert isinstance(interruption(), KeyboardInterrupt)
+                os.kill(os.getpid(), signal.SIGTERM)
+                left.append("never")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                left.append(f"{interruption()}")
+
+    with pytest.raises(Terminated) as caught:
+        work()
+    assert (caught.value.code, left) == (143, ["143"])
+    signal.signal(signal.SIGTERM, before)
+    with ending_on_sigterm():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_sigterm_that_a_callback_has_lost_is_raised_again_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.core.signals.SECONDS_OF_CLEANUP", -1.0)
+
+    def work() -> None:
+        with ending_on_sigterm():
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Terminated):
+        work()
+
+
+def test_training_within_takes_note_and_a_sigterm_after_it_does_not_disturb_the_way_out() -> None:
+    seen = list[object]()
+
+    def work() -> None:
+        with ending_on_sigterm():
+            try:
+                with on_signals() as stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    seen.append(stop.asked)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                seen.append("saved")
+
+    with pytest.raises(Terminated):
+        work()
+    assert seen == [True, "saved"]
+
+
+def test_a_query_that_sigterm_cuts_short_is_no_interrupt_by_hand() -> None:
+    from bloomery.data.dedup.candidates import interruptible
+
+    def query() -> None:
+        with ending_on_sigterm(), interruptible():
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("Query interrupted")  # as DuckDB has it, whatever the signal raised
+
+    with pytest.raises(Terminated):
+        query()
 
 
 SIGNALS = """
@@ -103,3 +169,13 @@ def test_a_verb_that_was_asked_to_end_exits_with_the_number_of_the_signal(
     monkeypatch.setitem(cli.VERBS, "doctor", ended)
     assert cli.main(["doctor"]) == code
     assert capsys.readouterr().err == f"{how}; run the same command again to resume\n"
+
+
+def test_sigterm_ends_a_verb_in_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(options: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setitem(cli.VERBS, "data", work)
+    assert cli.main(["data", "dedup", "in", "--out", "out"]) == 143
+    assert capsys.readouterr().err == "ended as asked; run the same command again to resume\n"

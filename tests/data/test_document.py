@@ -3,6 +3,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.io import PARTIAL
 from bloomery.data import documents
-from bloomery.data.documents import DocumentRow, Writer
+from bloomery.data.documents import DocumentRow, Rolling
+from tests.data.made_documents import part_rows
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 ROWS = st.lists(
@@ -29,13 +31,19 @@ def row(number: int, text: str = "a text") -> DocumentRow:
     return {"id": str(number), "text": text, "source": "s", "domain": "web", "url": None, "license": None}
 
 
+def write(folder: Path, rows: Iterable[DocumentRow], schema: pa.Schema | None = None) -> None:
+    """As the stage fetch writes what it has read."""
+    with Rolling(folder, "part", schema or documents.SCHEMA()) as writer:
+        for one in rows:
+            writer.write(one, len(one["text"].encode()))
+
+
 @settings(max_examples=30)  # each waits for the disk
 @given(rows=ROWS)
 def test_documents_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, rows: list[DocumentRow]) -> None:
     folder = tmp_path_factory.mktemp("documents")
-    with Writer(folder) as writer:
-        writer.write_all(rows)
-    assert writer.rows == documents.count(folder) == len(rows)
+    write(folder, rows)
+    assert documents.count(folder) == len(rows)
     assert list(documents.read(folder)) == rows
     assert list(documents.read(folder, ["text"])) == [{"text": one["text"]} for one in rows]
     assert sum(batch.num_rows for batch in documents.batches(folder)) == len(rows)
@@ -48,8 +56,7 @@ def test_parts_roll_over_by_rows_and_by_size_and_together_hold_everything(
     monkeypatch.setattr(documents, "ROWS_PER_PART", rows_per_part)
     monkeypatch.setattr(documents, "BYTES_PER_PART", bytes_per_part)
     rows = [row(number, "x" * number) for number in range(1, 11)]
-    with Writer(tmp_path) as writer:
-        writer.write_all(rows)
+    write(tmp_path, rows)
     assert list(documents.read(tmp_path)) == rows
     assert documents.count(tmp_path) == 10
     tables = [pq.read_table(part).to_pylist() for part in documents.parts(tmp_path)]
@@ -60,36 +67,39 @@ def test_parts_roll_over_by_rows_and_by_size_and_together_hold_everything(
 
 
 def test_no_documents_are_one_empty_part(tmp_path: Path) -> None:
-    with Writer(tmp_path):
-        pass
+    write(tmp_path, [])
     assert documents.count(tmp_path) == 0
     assert list(documents.read(tmp_path)) == []
 
 
 def test_columns_of_a_stage_come_back_and_columns_without_a_place_are_left_out(tmp_path: Path) -> None:
-    with Writer(tmp_path, documents.dropped_schema()) as writer:
-        writer.write({**row(1), "reason": "length.too_short", "value": 3.0, "other": 1})
+    write(tmp_path, [{**row(1), "reason": "length.too_short", "value": 3.0, "other": 1}], documents.dropped_schema())
     assert list(documents.read(tmp_path)) == [{**row(1), "reason": "length.too_short", "value": 3.0}]
 
 
-def test_an_error_leaves_out_the_open_part_and_the_next_attempt_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_leaves_out_the_open_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "ROWS_PER_PART", 4)
 
-    def die() -> None:
-        with Writer(tmp_path) as writer:
-            writer.write_all(row(number) for number in range(10))
-            raise KeyError
+    def rows() -> Iterator[DocumentRow]:
+        yield from (row(number) for number in range(10))
+        raise KeyError
 
     with pytest.raises(KeyError):
-        die()
+        write(tmp_path, rows())
     assert [one["id"] for one in documents.read(tmp_path)] == list("01234567")
-    (tmp_path / f"part-00009.parquet{PARTIAL}").write_bytes(b"PAR1")
-    with Writer(tmp_path) as writer:
-        writer.write(row(99))
-    assert [one["id"] for one in documents.read(tmp_path)] == ["99"]
-    assert [file.name for file in tmp_path.iterdir()] == ["part-00000.parquet"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["part-000.parquet", "part-001.parquet"]
+
+
+def test_a_file_that_cannot_take_the_last_documents_is_left_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: documents.PartWriter, rows: object) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(documents.PartWriter, "write", full)
+    with pytest.raises(OSError, match="full"):
+        write(tmp_path, [row(1)])
+    assert list(tmp_path.iterdir()) == []
 
 
 DIE = """
@@ -106,9 +116,9 @@ def fsync(handle):  # between the bytes of a part and its name
         os.kill(os.getpid(), signal.SIGKILL)
     whole(handle)
 os.fsync = fsync
-with documents.Writer(Path(sys.argv[1])) as writer:
+with documents.Rolling(Path(sys.argv[1]), "part", documents.SCHEMA()) as writer:
     for number_of_row in range(10):
-        writer.write({"id": str(number_of_row), "text": "x", "source": "s", "domain": "d"})
+        writer.write({"id": str(number_of_row), "text": "x", "source": "s", "domain": "d"}, 1)
 """
 
 
@@ -125,15 +135,14 @@ def test_a_killed_process_leaves_whole_parts_and_no_torn_one(tmp_path: Path, mom
 
 
 def test_a_torn_part_is_an_error_that_names_it_wherever_it_was_cut(tmp_path: Path) -> None:
-    with Writer(tmp_path) as writer:
-        writer.write_all(row(number, os.urandom(20).hex()) for number in range(500))
+    write(tmp_path, (row(number, os.urandom(20).hex()) for number in range(500)))
     [part] = documents.parts(tmp_path)
     data = part.read_bytes()
     for cut in (0, 3, 100, len(data) // 2, len(data) - 1):
         part.write_bytes(data[:cut])
-        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*The file is damaged"):
+        with pytest.raises(DataError, match=r"(?s)part-000\.parquet: cannot be read.*The file is damaged"):
             list(documents.read(tmp_path))
-        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*The file is damaged"):
+        with pytest.raises(DataError, match=r"(?s)part-000\.parquet: cannot be read.*The file is damaged"):
             documents.count(tmp_path)
 
 
@@ -148,12 +157,11 @@ def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_noth
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def grow() -> None:
-        with Writer(tmp_path) as writer:
-            writer.write_all(row(number, os.urandom(2000).hex()) for number in range(200))
+        write(tmp_path, (row(number, os.urandom(2000).hex()) for number in range(200)))
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(RunError, match=r"part-00000\.parquet: cannot be written: File too large"):
+        with pytest.raises(RunError, match=r"part-000\.parquet: cannot be written: File too large"):
             grow()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -170,13 +178,13 @@ def test_a_part_holds_what_was_written_however_it_was_handed_in(tmp_path: Path) 
             other.write_batch(batch)
     assert one.rows == other.rows == len(rows)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-    assert list(documents.part_rows(tmp_path / "a.parquet")) == rows
+    assert part_rows(tmp_path / "a.parquet") == rows
 
 
 def test_a_part_without_documents_is_a_file_and_one_that_failed_is_none(tmp_path: Path) -> None:
     with documents.PartWriter(tmp_path / "empty.parquet"):
         pass
-    assert list(documents.part_rows(tmp_path / "empty.parquet")) == []
+    assert part_rows(tmp_path / "empty.parquet") == []
     with pytest.raises(KeyError), documents.PartWriter(tmp_path / "failed.parquet") as writer:
         writer.write([row(1), {"id": "no more"}["row"]])  # type: ignore[list-item]
     assert not (tmp_path / "failed.parquet").exists()

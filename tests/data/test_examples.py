@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import documents
 from bloomery.data.quality.examples import Labels, TextExample, contrast, labeled
+from tests.data.made_documents import write_documents
 
 SETTINGS: dict[str, Any] = {"text_field": "text", "label_field": "label", "group_field": None}
 SETTINGS |= {"samples": 1000, "characters": 1000, "seed": 0}
@@ -95,11 +95,11 @@ def test_another_kind_of_file_and_a_missing_group_are_errors(tmp_path: Path) -> 
 
 
 def test_contrast_takes_documents_evenly_over_domains_and_pairs_each_with_its_damaged_copy(tmp_path: Path) -> None:
-    with documents.Writer(tmp_path) as writer:
-        for number in range(90):
-            domain = "rare" if number < 10 else "web"
-            row = {"id": f"{number}", "text": f"Some words of {number}. " * 30, "source": "s", "domain": domain}
-            writer.write(row | {"url": None, "license": None})
+    rows = [
+        {"id": f"{number}", "text": f"Some words of {number}. " * 30, "source": "s", "domain": domain}
+        for number, domain in enumerate(["rare"] * 10 + ["web"] * 80)
+    ]
+    write_documents(tmp_path, rows)
     found = list(contrast(tmp_path, samples=20, characters=300, seed=0))
     assert len(found) == 40
     assert sum(int(example.group) < 10 for example in found) == 20

@@ -1,4 +1,6 @@
 import gzip
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,47 @@ def test_a_crawl_cut_anywhere_gives_what_stands_before_the_cut_and_is_torn(tmp_p
     assert read(path) == [(1, PAGE), (2, "torn")]
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_a_page_whose_content_is_cut_anywhere_is_torn_and_the_next_page_is_read(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    path, packed, kind = tmp_path / "a.warc", pack(PAGE), "gzip" if pack is gzip.compress else "deflate"
+    more = f"Content-Encoding: {kind}\r\n"
+    for size in range(1, len(packed)):
+        path.write_bytes(answer(1, packed[:size], more=more) + RECORDS[1])
+        assert read(path) == [(1, "torn_page"), (2, PAGE)]
+    path.write_bytes(answer(1, packed[:-3] + bytes([packed[-3] ^ 1]) + packed[-2:], more=more))
+    assert read(path) == [(1, "torn_page")]
+    path.write_bytes(answer(1, packed + b"\r\n", more=more))  # as browsers do, what follows is ignored
+    assert read(path) == [(1, PAGE)]
+    path.write_bytes(answer(1, packed, more=more))
+    assert read(path, len(PAGE)) == [(1, PAGE)]
+    assert read(path, len(PAGE) - 1) == [(1, "too_long")]
+
+
+def test_all_members_of_gzip_are_one_page_within_one_limit(tmp_path: Path) -> None:
+    path, members = tmp_path / "a.warc", b"".join(gzip.compress(PAGE[at : at + 7]) for at in range(0, len(PAGE), 7))
+    path.write_bytes(answer(1, members, more=ZIPPED))
+    assert read(path, len(PAGE)) == [(1, PAGE)]
+    assert read(path, len(PAGE) - 1) == [(1, "too_long")]
+    path.write_bytes(answer(1, members[:-3], more=ZIPPED))
+    assert read(path) == [(1, "torn_page")]
+    large = gzip.compress(b"x" * 3_000, compresslevel=0) * 2  # members that end within a bite
+    path.write_bytes(answer(1, large, more=ZIPPED))
+    assert read(path, 6_000) == [(1, b"x" * 6_000)]
+
+
+def test_chunks_without_the_empty_one_that_ends_them_are_torn(tmp_path: Path) -> None:
+    path, whole, more = (
+        tmp_path / "a.warc",
+        b"5\r\nhello\r\n6;x=y\r\n there\r\n0\r\n\r\n",
+        "Transfer-Encoding: chunked\r\n",
+    )
+    for size in range(3, len(whole) - 4):
+        path.write_bytes(answer(1, whole[:size], kind="text/plain", more=more) + RECORDS[1])
+        assert read(path) == [(1, "torn_page"), (2, PAGE)]
+
+
 def test_what_is_no_record_is_told_and_the_next_record_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     wrong = [b"junk " * 9000, RECORDS[1].replace(b"Content-Length: ", b"Content-Length: -"), b"\n\r\n\n"]
@@ -107,3 +150,9 @@ def test_a_crawl_is_a_source_of_the_text_of_its_pages(tmp_path: Path) -> None:
     assert len(items) == len(FOUND)
     path.write_bytes(b"".join(RECORDS[:10]))
     assert len(list(local.read(source.model_copy(update={"invalid": "error"})))) == 8
+    path.write_bytes(answer(1, gzip.compress(PAGE)[:-9], more=ZIPPED) + RECORDS[1])
+    torn, read_next = local.read(source.model_copy(update={"invalid": "skip_rows"}))  # a page, and not the file
+    assert isinstance(torn, readers_read.RejectedDocument)
+    assert not isinstance(read_next, readers_read.RejectedDocument)
+    with pytest.raises(DataError, match="its compressed content ends early"):
+        list(local.read(source.model_copy(update={"invalid": "error"})))

@@ -1,11 +1,18 @@
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +20,7 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, RunError
 from bloomery.data.sources import download, http_client
 from bloomery.data.sources.download import Content, WebFile
 from tests.data import hub_server
@@ -138,11 +145,43 @@ def test_bytes_that_stay_wrong_are_an_error_that_names_both_hashes(hub: Hub) -> 
     assert not partial(file).exists()
 
 
-def test_a_longer_or_shorter_file_is_not_taken(hub: Hub) -> None:
+def test_a_longer_or_shorter_file_is_not_taken_and_no_byte_beyond_is_written(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = served(hub)
-    hub.plain["/files/corpus.jsonl.zst"] = DATA + b"more"
-    with pytest.raises(DataError, match="bytes instead of"):
+    hub.plain["/files/corpus.jsonl.zst"] = DATA[:-4]
+    with pytest.raises(DataError, match="has no bytes from"):
         download.download(file, attempts=2)
+    partial(file).unlink(missing_ok=True)
+    hub.plain["/files/corpus.jsonl.zst"] = DATA + b"more" * MIB
+    written: list[int] = []
+
+    def append(file: FileIO, data: bytes) -> None:
+        write(file, data)
+        written.append(file.tell())
+
+    write = download.append
+    monkeypatch.setattr(download, "append", append)
+    with pytest.raises(DataError, match=rf"has more than {len(DATA):,} bytes, twice"):
+        download.download(file, attempts=2)
+    assert max(written) <= len(DATA)
+    assert not partial(file).exists()
+
+
+def test_a_file_of_unknown_size_leaves_some_of_the_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = replace(served(hub), num_bytes=None)
+    monkeypatch.setattr(download, "UNCHECKED_BYTES", MIB)
+    full = shutil.disk_usage("/")._replace(free=download.RESERVED_BYTES - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.data.sources.download.shutil.disk_usage", lambda path: full)
+        with pytest.raises(
+            RunError, match=r"came of a file whose size its server does not say, and 1\.0 GiB"
+        ) as caught:
+            download.download(file, attempts=2)
+        assert file.name in caught.value.hint
+        assert MIB <= partial(file).stat().st_size < 2 * MIB
+        monkeypatch.setattr(download, "UNCHECKED_BYTES", 2 * len(DATA))
+        assert download.download(file, attempts=1).read_bytes() == DATA  # a small one is never refused
 
 
 def test_bytes_of_another_file_that_were_begun_do_not_survive(hub: Hub) -> None:
@@ -223,6 +262,43 @@ def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
     assert download.version(hub.endpoint + "/x", attempts=1)["num_bytes"] == len(DATA)
     assert hub.asked("/x")[-1].headers["Range"] == "bytes=0-0"
     assert hub.sent() <= 1
+
+
+@contextmanager
+def redirecting(target: str, body_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """The address of a server that redirects to `target`, and the bytes of body that it could send with that."""
+    sent: list[int] = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", str(body_bytes))
+            self.end_headers()
+            with suppress(OSError):  # the client has closed the connection
+                for _ in range(body_bytes // MIB):
+                    self.wfile.write(bytes(MIB))
+                    sent.append(MIB)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirect)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/", sent
+    finally:
+        server.shutdown()
+        server.server_close()  # joins the threads of its requests
+        thread.join()
+
+
+def test_the_body_of_a_redirect_is_not_read(hub: Hub) -> None:
+    file = served(hub)
+    with redirecting(file.addresses[0], 256 * MIB) as (address, sent):
+        assert download.download(replace(file, addresses=(address,)), attempts=1).read_bytes() == DATA
+    assert sum(sent) < 64 * MIB, "more than the buffers of the sockets hold"
 
 
 CHILD = """

@@ -10,6 +10,7 @@ from bloomery.evaluation import tasks
 from bloomery.evaluation.tasks import EvalItem, TaskFiles
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Decontaminate
+from tests.data.made_documents import write_documents
 from tests.evaluation.sets import SETS, needs_sets
 
 NAMES = ("hellaswag", "arc_easy", "winogrande", "boolq", "gsm8k", "lambada")
@@ -56,9 +57,8 @@ def test_the_stage_removes_what_the_table_asks(tmp_path: Path) -> None:
         '"choice1": "It broke.", "choice2": "It sang.", "label": 0}\n'
     )
     texts = {"clean": filler(rng), "dirty": f"{filler(rng)} The gray lamp fell off the high shelf, therefore it broke."}
-    with documents.Writer(tmp_path / "in") as writer:
-        for name, text in texts.items():
-            writer.write({"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None})
+    rows = [{"id": name, "text": text, "source": "s", "domain": "web"} for name, text in texts.items()]
+    write_documents(tmp_path / "in", rows)
     config = build(Decontaminate, {"tasks": ["copa"], "data": [str(task.parent)]})
     told = decontaminate.run(config, documents.parts(tmp_path / "in"), tmp_path / "out", ExecutorConfig(workers=1))
     assert (told["kept"], told["reasons"]) == (1, {"decontaminate.copa": 1})

@@ -343,5 +343,8 @@ def test_the_settings_of_a_model_are_its_generation_config() -> None:
     assert sampling_of({"typical_p": 0.9, "no_repeat_ngram_size": 3.0}) == {"typical_p": 0.9, "no_repeat_ngram": 3}
     assert sampling_of({"typical_p": 0.0, "top_p": 0, "top_k": -1}) == {"top_k": 0}  # off, as some programs write it
     for wrong in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"temperature": True}, {"top_k": math.inf}):
-        with pytest.raises(DataError):
+        (key,) = wrong
+        with pytest.raises(DataError, match=rf"^generation_config\.json: {key} must be .*\nCorrect or remove it\.$"):
             sampling_of(wrong)
+    with pytest.raises(DataError, match=r"^a/generation_config\.json: no_repeat_ngram_size must be at least 0"):
+        sampling_of({"no_repeat_ngram_size": 2000}, "a/generation_config.json")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
+from bloomery.generate import engine as engines
 from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PackedAdapter, PagePool, Pages
 from bloomery.generate.engine import MAX_DRAFT_TOKENS, PROMPT_TOKENS, Engine
 from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, PART_TOKENS, Request, Scheduler, Ticket
 from bloomery.model import lora
+from bloomery.model.attention import Cache
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from tests.model.made import CHOICES, VOCAB_SIZE, lively, random_ids
@@ -234,12 +237,43 @@ def test_what_can_never_fit_is_refused_and_what_does_not_fit_now_waits(pack: boo
     page = PagePool.page_bytes(LONG, torch.float32)
     with pytest.raises(ConfigError, match=r"(?s)cannot hold keys and values of 32 tokens.*at least"):
         Scheduler(on, memory_bytes=page - 1)
-    with Scheduler(on, memory_bytes=4 * page) as scheduler:
-        with pytest.raises(DataError, match=r"may take 129 tokens, but memory holds only 128"):
-            scheduler.submit(Request(prompt(100, 1), SamplingConfig(max_tokens=29)))
-        requests = [Request(prompt(100, seed), SamplingConfig(max_tokens=28, seed=seed)) for seed in range(3)]
+    length, answer, pages = (100, 28, 4) if pack else (30, 4, 2)  # a prompt that is not packed is there twice at first
+    with Scheduler(on, memory_bytes=pages * page) as scheduler:
+        with pytest.raises(DataError, match=f"may take memory for {32 * pages + 1} tokens, but it holds {32 * pages}"):
+            scheduler.submit(Request(prompt(length, 1), SamplingConfig(max_tokens=answer + 1)))
+        requests = [Request(prompt(length, seed), SamplingConfig(max_tokens=answer, seed=seed)) for seed in range(3)]
         tickets = [scheduler.submit(request) for request in requests]
         assert [ids_of(ticket) for ticket in tickets] == [alone(on, request) for request in requests]
+
+
+def test_static_caches_never_take_more_than_the_memory_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the engine keeps idle steps: those that a text cannot take make room for it."""
+    monkeypatch.setattr(engines, "FEWEST_KEYS", 8)
+    on = engine(pack=False)
+    on._replays = True
+    held, peaks, empty = list[weakref.ref[Tensor]](), [0], Cache.empty
+
+    def counted(config: ModelConfig, batch: int, capacity: int, like: Tensor) -> Cache:
+        cache = empty(config, batch, capacity, like)
+        held.append(weakref.ref(cache.keys))
+        peaks.append(sum(keys.shape[1] * keys.shape[3] for one in held if (keys := one()) is not None))
+        return cache
+
+    lengths = [(20, 30), (30, 12), (7, 4), (1, 55), (4, 68), (2, 5)]
+    requests = [Request(prompt(length, length), SamplingConfig.greedy(count)) for length, count in lengths]
+    expected = [alone(engine(pack=False), request) for request in requests]
+    monkeypatch.setattr(Cache, "empty", counted)
+    pages = 3
+    with Scheduler(on, memory_bytes=pages * PagePool.page_bytes(LONG, torch.float32), max_running=3) as scheduler:
+        tickets = [scheduler.submit(request) for request in requests]
+        assert [ids_of(ticket) for ticket in tickets] == expected
+        assert max(peaks) <= pages * PAGE
+        steps = len(held)
+        for _ in range(2):
+            assert ids_of(scheduler.submit(requests[-1])) == expected[-1]
+        assert len(held) <= steps + 3, "an idle step of the right size is taken again: only prompts have new memory"
+        with pytest.raises(DataError, match="may take memory for 97 tokens, but it holds 96"):
+            scheduler.submit(Request(prompt(33, 1), SamplingConfig(max_tokens=24)))
 
 
 @pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])

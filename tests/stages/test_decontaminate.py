@@ -13,6 +13,7 @@ from bloomery.data.executor import ExecutorConfig
 from bloomery.data.readers import rows
 from bloomery.stages import decontaminate, dedup
 from bloomery.stages.config import Decontaminate, Dedup
+from tests.data.made_documents import part_rows, write_documents
 from tests.shared import SHARED, needs
 
 DATA = SHARED / "data"
@@ -53,10 +54,8 @@ def clean_texts(count: int) -> list[str]:
 
 
 def written(texts: dict[str, str], folder: Path) -> list[Path]:
-    with documents.Writer(folder) as writer:
-        for name, text in texts.items():
-            row = {"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None}
-            writer.write(row)
+    rows = [{"id": name, "text": text, "source": "s", "domain": "web"} for name, text in texts.items()]
+    write_documents(folder, rows)
     return documents.parts(folder)
 
 
@@ -77,7 +76,7 @@ def test_eighty_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp
     stats = decontaminate.run(config, written(texts, tmp_path / "in"), tmp_path / "out", ExecutorConfig(workers=1))
     dropped = {row["id"]: row for row in documents.read(tmp_path / "out" / "dropped")}
     assert set(planted) <= set(dropped)
-    listed = {(hit["id"], hit["task"], hit["row"]) for hit in documents.part_rows(tmp_path / "out" / "hits.parquet")}
+    listed = {(hit["id"], hit["task"], hit["row"]) for hit in part_rows(tmp_path / "out" / "hits.parquet")}
     assert {(name, task, row) for name, (task, row, _) in planted.items()} <= listed
     assert all(row["reason"].startswith("decontaminate.") for row in dropped.values())
     assert stats["documents"] == 680 == stats["kept"] + stats["dropped"]
@@ -102,7 +101,7 @@ def test_what_holds_a_question_is_dropped_before_copies_are_looked_for(tmp_path:
     assert [(row["id"], row["kept_id"]) for row in documents.read(out / "duplicates")] == [("copy", "again")]
     (gone,) = documents.read(out / "dropped")
     assert (gone["id"], gone["reason"], gone["value"]) == ("bad", "decontaminate.quiz", 1.0)
-    (hit,) = documents.part_rows(out / "hits.parquet")
+    (hit,) = part_rows(out / "hits.parquet")
     assert (hit["task"], hit["row"], hit["matched"]) == ("quiz", 1, "Which of these old ships\nhas SUNK in the bay")
     assert texts["bad"][hit["place"] :].startswith("Which")
     assert (stats["documents"], stats["kept"], stats["removed"], stats["dropped"], stats["hits"]) == (3, 1, 1, 1, 1)

@@ -16,6 +16,7 @@ from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
 from tests.core.made import manifest
+from tests.data.made_documents import write_documents
 from tests.evaluation.sets import write
 from tests.tokenizer.made import small
 from tests.weights.made import model
@@ -37,9 +38,8 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     """Documents, and conversations that were packed."""
     folders = {name: tmp_path / name for name in ("dedup", "shard", "instruct")}
     core_io.write_json(folders["shard"] / core_io.MANIFEST, manifest(config={"val_fraction": 0.0}))
-    with documents.Writer(folders["dedup"] / "kept") as writer:
-        for number, text in enumerate(("The key is in the box.", "It makes 139.")):
-            writer.write(row(str(number), text))
+    texts = ("The key is in the box.", "It makes 139.")
+    write_documents(folders["dedup"] / "kept", [row(str(number), text) for number, text in enumerate(texts)])
     talk = [Message(role="user", content="Where is Ada?"), Message(role="assistant", content="Ada is in the barn.")]
     instruct.write_rows(folders["instruct"], "train", [Renderer(small()).render(talk)], Renderer(small()), 40)
     held = [Message(role="user", content="Where is Bo?"), Message(role="assistant", content="Bo is at sea.")]

@@ -6,8 +6,8 @@ import pytest
 
 from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError
-from bloomery.data import documents as data_documents
 from bloomery.data.synthesis.config import Synthesize
+from tests.data.made_documents import write_documents
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, run
 
@@ -64,8 +64,7 @@ def documents(folder: Path) -> dict[str, Path]:
             ("short", "Too short.", "web"),
         )
     ]
-    with data_documents.Writer(folder / "kept") as writer:
-        writer.write_all(rows)
+    write_documents(folder / "kept", rows)
     return {"dedup": folder}
 
 

@@ -1,6 +1,7 @@
 """GGUF files: what is written is read back, and what is damaged is refused by name."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ import gguf as package
 import numpy as np
 import pytest
 
-from bloomery.core.errors import CheckpointError
+from bloomery.core.errors import CheckpointError, DataError
 from bloomery.model.config import ModelConfig
 from bloomery.model.quantize import Int4, kept_bytes
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, parsed
-from bloomery.weights import architectures, gguf, gguf_layouts, gguf_writer, llmc
+from bloomery.weights import architectures, gguf, gguf_layouts, gguf_writer, hf, llmc
 from bloomery.weights.gguf_writer import GGUFFormat, GGUFWords
 from bloomery.weights.opened import filled, opened_model
 from tests.model.made import SHAPES, lively, random_ids, scores
@@ -271,6 +272,19 @@ def test_a_sentencepiece_vocabulary_has_the_ids_of_llama_cpp() -> None:
     ids = {name: tokens.index(name) for name in ("\u2581a", "a", "<|u|>")}
     assert inner.encode("aa<|u|>a").ids == [ids["\u2581a"], ids["a"], ids["<|u|>"], ids["\u2581a"]]
     assert inner.token_to_id("[PAD262]") is None
+
+
+def test_a_wrong_sampling_setting_is_reported_with_its_file_and_key(tmp_path: Path) -> None:
+    words, model = replace(WORDS, chat_template=None), lively(SHAPES[0], 0, small().vocab_size)
+    gguf_writer.write(tmp_path / "a.gguf", model, small(), words, "float32", "made")
+    data = (tmp_path / "a.gguf").read_bytes()
+    assert hf.language(tmp_path / "a.gguf").sampling == {"temperature": 0.5, "top_k": 7}
+    key, number = b"general.sampling.temp", struct.pack("<f", 0.5)
+    at = data.index(number, data.index(key))
+    (tmp_path / "b.gguf").write_bytes(data[:at] + struct.pack("<f", -0.5) + data[at + 4 :])
+    with pytest.raises(DataError, match=r"b\.gguf: general\.sampling\.temp must be at least 0 and at most") as caught:
+        hf.language(tmp_path / "b.gguf").sampling  # noqa: B018
+    assert "gguf-set-metadata" in caught.value.hint
 
 
 def test_metadata_that_changes_the_results_is_refused_by_name(tmp_path: Path) -> None:

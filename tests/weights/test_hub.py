@@ -1,5 +1,6 @@
 """Models of a hub: only the files that are needed are fetched, once, and they open without a network afterwards."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from bloomery.cli import main
 from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.model.config import Lora
+from bloomery.weights import export as exports
 from bloomery.weights import hf, locate
 from tests.data import hub_server
 from tests.model.made import SHAPES
@@ -60,6 +62,79 @@ def test_only_files_that_are_needed_are_fetched_once_and_open_offline(
     assert not server.asked()
     with pytest.raises(UnreachableError, match="is not in the cache"):
         locate.locate_model(Path("hub:me/other"))
+
+
+def sharded(folder: Path) -> dict[str, bytes]:
+    """The files of a model whose weights are in several files, next to a second copy of them under another name."""
+    there = {name: data for name, data in files(folder).items() if "/" not in name}
+    exports.write(hf.streamed(folder), folder / "several", "hf", "float32", 20_000)
+    shards = {file.name: file.read_bytes() for file in (folder / "several").glob("model*")}
+    assert len(shards) > 2
+    copy = there.pop("model.safetensors")
+    return there | shards | {"consolidated.safetensors": copy, "model-extra.safetensors": copy}
+
+
+def test_a_second_copy_of_the_weights_is_neither_fetched_nor_counted(
+    server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = sharded(tmp_path / "model")
+    server.put("me/tiny", there)
+    copies = {"consolidated.safetensors", "model-extra.safetensors"}
+    needed = {name: data for name, data in there.items() if name not in copies and not name.endswith(".bin")}
+    room = shutil.disk_usage(tmp_path)._replace(free=sum(map(len, needed.values())))
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.weights.locate.shutil.disk_usage", lambda path: room)
+        folder = locate.locate_model(NAME)
+    assert {file.name for file in folder.iterdir()} == {*needed}
+    assert torch.equal(logits_of(hf.load(folder).model), logits_of(hf.load(tmp_path / "model").model))
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        assert locate.locate_model(NAME) == folder
+        next(folder.glob("model-00002-*")).unlink()
+        with pytest.raises(UnreachableError, match="the copy in the cache has no file model-00002") as caught:
+            locate.locate_model(NAME)
+        assert "without HF_HUB_OFFLINE" in caught.value.hint
+    server.put("me/one", there | {"model.safetensors": there["consolidated.safetensors"]})
+    names = {file.name for file in locate.locate_model(Path("hub:me/one")).iterdir()}
+    assert {name for name in names if name.endswith(".safetensors")} == {"model.safetensors"}
+
+
+def test_adapters_of_a_hub_are_fetched(server: hub_server.Hub, tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    server.put("me/adapters", {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()})
+    fetched = locate.locate_model(Path("hub:me/adapters"))
+    assert (fetched / "adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_an_index_that_leads_elsewhere_or_names_no_file_is_refused_before_weights_are_fetched(
+    server: hub_server.Hub, tmp_path: Path
+) -> None:
+    there = sharded(tmp_path / "model")
+    lost = next(name for name in there if name.startswith("model-00002"))
+    server.put("me/tiny", {name: data for name, data in there.items() if name != lost})
+    with pytest.raises(CheckpointError, match=rf"has no file {lost}, which model\.safetensors\.index\.json names"):
+        locate.locate_model(NAME)
+    for wrong in ("../model.safetensors", "/etc/passwd", "onnx/model.safetensors", "pytorch_model.bin"):
+        index = json.dumps({"weight_map": {"lm_head.weight": wrong}}).encode()
+        server.put("me/tiny", there | {"model.safetensors.index.json": index, "onnx/model.safetensors": b"another"})
+        with pytest.raises(CheckpointError) as caught:
+            locate.locate_model(NAME)
+        assert wrong in str(caught.value)
+    server.put("me/tiny", there | {"model.safetensors.index.json": b"[" * 100})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        locate.locate_model(NAME)
+    assert not [one for one in server.asked() if one.path.endswith((".safetensors", ".bin"))]
+
+
+def test_weights_under_another_name_alone_are_refused_by_that_name_before_they_are_fetched(
+    server: hub_server.Hub, tmp_path: Path
+) -> None:
+    there = sharded(tmp_path / "model")
+    other = {name: data for name, data in there.items() if not name.startswith("model")}
+    server.put("me/tiny", other)
+    with pytest.raises(CheckpointError, match=r"has consolidated\.safetensors, but no model\.safetensors and no model"):
+        locate.locate_model(NAME)
+    assert not server.asked("consolidated")
 
 
 def test_adapters_find_their_base_of_a_hub_in_the_cache_and_never_fetch_it(

@@ -7,9 +7,10 @@ applies wherever nobody sets another: in chat, over HTTP, in evaluation, and in 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, shorten
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -193,27 +194,36 @@ class SamplingConfig:
         return cls(max_tokens=max_tokens, temperature=0.0)
 
 
-def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
+def sampling_of(
+    generation: Mapping[str, Any],
+    where: str = "generation_config.json",
+    *,
+    keys: Mapping[str, str] = MappingProxyType({}),
+    hint: str = "Correct or remove it.",
+) -> dict[str, float]:
     """
     The settings of SamplingConfig that a generation_config.json names. `do_sample` false means temperature 0.
 
-    Raises DataError for a value that is no number, or out of its limits.
+    Raises DataError for a value that is no number, or out of its limits. The error names the file `where`, the key, and
+    its fix; `keys` are other names that the file has for keys.
     """
     names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
     names["no_repeat_ngram_size"] = "no_repeat_ngram"
     whole = ("top_k", "no_repeat_ngram_size")
+    if generation.get("do_sample") is False:
+        generation = {**generation, "temperature": 0.0}
     named = dict[str, Any]()
     for name, ours in names.items():
         if (value := generation.get(name)) is None:
             continue
-        is_part = name in whole and isinstance(value, float) and not value.is_integer()
+        key, is_part = keys.get(name, name), name in whole and isinstance(value, float) and not value.is_integer()
         if isinstance(value, bool) or not isinstance(value, int | float) or is_part:
-            hint = "Correct or remove it."
-            raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
+            raise DataError(f"{key} must be a number, got {shorten(repr(value))}", where=where, hint=hint)
         if name in ("top_p", "typical_p") and value <= 0:
             continue  # some programs write that for "off"
         named[ours] = max(0, int(value)) if name in whole else value
-    if generation.get("do_sample") is False:
-        named["temperature"] = 0.0
-    SamplingConfig(**named)
+        try:
+            SamplingConfig(**{ours: named[ours]})
+        except DataError as error:
+            raise DataError(f"{key} {error.what}", where=where, hint=hint) from None
     return named

@@ -67,50 +67,6 @@ def _stored(schema: "pa.Schema") -> dict[str, Any]:
     return {"compression": "zstd", "use_dictionary": [name for name in schema.names if name not in ("id", "text")]}
 
 
-class Writer:
-    """
-    Writes documents into `folder/part-00000.parquet` and on, each part whole or absent.
-
-    Used as a context manager; on an error the open part is left out. Parts roll over by rows and bytes of text.
-    """
-
-    def __init__(self, folder: Path, schema: "pa.Schema | None" = None) -> None:
-        self.folder, self.schema = folder, SCHEMA() if schema is None else schema
-        self.rows = 0
-        self._part, self._open, self._bytes = 0, [], 0
-        folder.mkdir(parents=True, exist_ok=True)
-
-    _open: list[DocumentRow]
-
-    def write(self, row: DocumentRow) -> None:
-        self._open.append(row)
-        self._bytes += len(row["text"])
-        self.rows += 1
-        if len(self._open) >= ROWS_PER_PART or self._bytes >= BYTES_PER_PART:
-            self._flush()
-
-    def write_all(self, rows: Iterable[DocumentRow]) -> None:
-        for row in rows:
-            self.write(row)
-
-    def _flush(self) -> None:
-        table = pa.Table.from_pylist(self._open, schema=self.schema)
-        with core_io.whole_file(self.folder / f"part-{self._part:05d}.parquet") as file:
-            pq.write_table(table, file, row_group_size=ROWS_PER_BATCH, **_stored(self.schema))
-        self._part, self._open, self._bytes = self._part + 1, [], 0
-
-    def __enter__(self) -> "Writer":
-        for stale in self.folder.glob("part-*"):  # an earlier attempt that died
-            stale.unlink()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and (self._open or self._part == 0):
-            self._flush()
-
-
 class PartWriter:
     """
     Writes documents into one parquet file, which appears at `path` only when the block ends without an error.
@@ -187,12 +143,6 @@ def part_batches(path: Path, columns: Sequence[str] | None = None) -> "Iterator[
     """The documents of one file, as `batches` gives them."""
     with _whole(path), pq.ParquetFile(path) as file:
         yield from file.iter_batches(batch_size=ROWS_PER_BATCH, columns=list(columns) if columns else None)
-
-
-def part_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[DocumentRow]:
-    """The documents of one file, as `read` gives them."""
-    for batch in part_batches(path, columns):
-        yield from batch.to_pylist()
 
 
 def read(folder: Path, columns: Sequence[str] | None = None) -> Iterator[DocumentRow]:
@@ -287,10 +237,14 @@ class Rolling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._hand_on()
-            if not self.files:
-                self._opened()
+        try:
+            if kind is None:
+                self._hand_on()
+                if not self.files:
+                    self._opened()
+        except BaseException as failure:
+            self._close(type(failure), failure, failure.__traceback__)
+            raise
         self._close(kind, error, trace)
 
 

@@ -20,6 +20,7 @@ the driver, which writes it. A cluster therefore leaves the same files as a sing
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,10 +78,13 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     """Join the cluster at `address`, or start one of this machine's that nobody else can reach."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     quiet = {"log_to_driver": False, "configure_logging": False}
+    before = signal.getsignal(signal.SIGTERM)
     if address is None:
         ray.init(num_cpus=workers, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     else:
         ray.init(address=address, **quiet)
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray's own handler exits with code 15
 
 
 def _task(row: dict[str, Any], work: Callable[..., Any], config: Any, parts: Sequence[Any], out: Path) -> Any:

@@ -270,6 +270,21 @@ class Engine:
             self._idle.clear()
         return StaticStep(self.model, self.num_ids, num_rows, self.kept_tokens(tokens), self._graphs)
 
+    def give_up_idle(self, tokens: int, most: int) -> None:
+        """
+        Give up idle steps until they and a text of `tokens` have memory for `most` tokens at most. The step that the
+        text will take is given up last.
+        """
+        idle = sorted(self._idle.items(), key=lambda item: item[1].cache.capacity)
+        fitting = next((item for item in idle if item[1].num_rows == 1 and item[1].cache.capacity >= tokens), None)
+        held = sum(step.num_rows * step.cache.capacity for _, step in idle)
+        needed = 0 if fitting else self.kept_tokens(tokens)
+        for key, step in sorted(idle, key=lambda item: item is fitting):
+            if held + needed <= most:
+                return
+            held -= step.num_rows * step.cache.capacity
+            self._idle.pop(key, None)
+
     def _put_back(self, step: "StaticStep") -> None:
         if not step.sound:
             return

@@ -19,7 +19,15 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.log import size
 from bloomery.generate.decoder import PAGE, Decoder, PackedAdapter, PagedText, PagePool, Pages
-from bloomery.generate.engine import PROMPT_TOKENS, Drafter, Engine, ModelBatch, PackedBatch, check_finite
+from bloomery.generate.engine import (
+    PROMPT_TOKENS,
+    Drafter,
+    Engine,
+    ModelBatch,
+    PackedBatch,
+    check_finite,
+    compute_format,
+)
 from bloomery.generate.sampling import TokenSampler
 from bloomery.hw.device import find
 from bloomery.hw.host import Host, free_bytes
@@ -219,7 +227,11 @@ class _PagedSteps:
         promised = sum(Pages.needed(len(one.ids) + 1) - one.text.num_pages for one in running)
         return self.pool.missing(sequence.ids, sequence.adapter) + promised <= self.pool.available
 
-    def begin(self, sequence: _Sequence) -> None:
+    def needed(self, prompt_tokens: int, room: int) -> int:
+        """For how many tokens a sequence takes memory that is computed alone."""
+        return prompt_tokens + room
+
+    def begin(self, sequence: _Sequence, running: Sequence[_Sequence]) -> None:
         sequence.text = self.pool.begin(sequence.ids, sequence.adapter)
 
     def end(self, sequence: _Sequence) -> None:
@@ -282,17 +294,36 @@ class _PagedSteps:
 
 
 class _ModelSteps:
-    """Steps of the model itself, for one sequence after the other; prompts are computed whole, and not shared."""
+    """
+    Steps of the model itself, for one sequence after the other; prompts are computed whole, and not shared. Memory for
+    `count` pages holds the keys and values of running sequences and of idle steps, and a second copy of a prompt while
+    it is computed.
+    """
 
     def __init__(self, engine: Engine, count: int) -> None:
-        self.engine, self.count = engine, count
+        self.engine, self.tokens = engine, count * PAGE
         self.computed_tokens = 0
 
-    def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
-        lengths = (self.engine.kept_tokens(len(one.ids) + one.room) for one in (sequence, *running))
-        return sum(map(Pages.needed, lengths)) <= self.count
+    def needed(self, prompt_tokens: int, room: int) -> int:
+        """For how many tokens a sequence takes memory that is computed alone."""
+        return self.engine.kept_tokens(prompt_tokens + room) + prompt_tokens
 
-    def begin(self, sequence: _Sequence) -> None:
+    def _kept(self, sequence: _Sequence) -> int:
+        if isinstance(sequence.rows, ModelBatch):
+            return sequence.rows.step.cache.capacity  # a step that was idle may be larger than it has to be
+        return self.engine.kept_tokens(len(sequence.ids) + sequence.room)
+
+    def _held(self, sequences: Sequence[_Sequence]) -> int:
+        """For how many tokens sequences take memory while the longest open prompt is computed."""
+        prompts = (len(one.ids) for one in sequences if not one.text.length)
+        return sum(map(self._kept, sequences)) + max(prompts, default=0)
+
+    def fits(self, sequence: _Sequence, running: Sequence[_Sequence]) -> bool:
+        return self._held([sequence, *running]) <= self.tokens
+
+    def begin(self, sequence: _Sequence, running: Sequence[_Sequence]) -> None:
+        others = self._held([sequence, *running]) - self._kept(sequence)
+        self.engine.give_up_idle(len(sequence.ids) + sequence.room, self.tokens - others)
         sequence.rows = self.engine.rows([sequence.ids], [sequence.room])
 
     def end(self, sequence: _Sequence) -> None:
@@ -336,10 +367,10 @@ class Scheduler:
         draft_tokens: int = 0,
     ) -> None:
         """
-        `memory_bytes` bounds keys and values. By default they get a quarter of the free memory, and no more than
-        `max_running` texts as long as the context take. With packed weights, up to `draft_tokens` of each answer are
-        guessed at once (see Drafter), which changes no token. Raises ConfigError for numbers out of their limits, and
-        where the memory holds no page of 32 tokens.
+        `memory_bytes` bounds keys and values, those of idle steps and the second copy of a prompt included. By default
+        they get a quarter of the free memory, and no more than `max_running` texts as long as the context take. With
+        packed weights, up to `draft_tokens` of each answer are guessed at once (see Drafter), which changes no token.
+        Raises ConfigError for numbers out of their limits, and where the memory holds no page of 32 tokens.
         """
         for name, value in (("max_running", max_running), ("max_waiting", max_waiting)):
             if not 1 <= value <= MAX_REQUESTS:
@@ -347,11 +378,13 @@ class Scheduler:
         Drafter(draft_tokens)  # which checks the number
         self.engine, self.max_running, self.max_waiting = engine, max_running, max_waiting
         self.draft_tokens = draft_tokens if engine.decoder else 0
-        like = engine.model.embed.weight
-        page_bytes = PagePool.page_bytes(engine.model.config, engine.decoder.dtype if engine.decoder else like.dtype)
+        dtype = engine.decoder.dtype if engine.decoder else compute_format(engine.model)
+        page_bytes = PagePool.page_bytes(engine.model.config, dtype)
         if memory_bytes is None:
-            most = max_running * Pages.needed(engine.context) * page_bytes
-            memory_bytes = min(most, free_device_bytes(like.device) // CACHE_SHARE)
+            pages = max_running * Pages.needed(engine.kept_tokens(engine.context))
+            pages += 0 if engine.decoder else Pages.needed(engine.context)  # the second copy of a prompt
+            free = free_device_bytes(engine.model.embed.weight.device)
+            memory_bytes = min(pages * page_bytes, free // CACHE_SHARE)
         if memory_bytes < page_bytes:
             what = f"{size(memory_bytes)} of memory cannot hold keys and values of 32 tokens ({size(page_bytes)})"
             raise ConfigError(what, where="memory_bytes", hint=f"Set at least {size(page_bytes)}.")
@@ -393,9 +426,8 @@ class Scheduler:
             raise DataError(what, where="top_logprobs")
         ticket = Ticket(request, notify)
         room = min(request.sampling.max_tokens, self.engine.context - len(request.ids))
-        if Pages.needed(len(request.ids) + room) > self.num_pages:
-            longest = len(request.ids) + room
-            what = f"prompt and answer may take {longest:,} tokens, but memory holds only {self.num_pages * PAGE:,}"
+        if (needed := self._steps.needed(len(request.ids), room)) > self.num_pages * PAGE:
+            what = f"prompt and answer may take memory for {needed:,} tokens, but it holds {self.num_pages * PAGE:,}"
             raise DataError(what, where="max_tokens", hint="Request a shorter answer, or shorten the prompt.")
         sequence = _Sequence(
             ticket, TokenSampler(request.sampling, request.ids), list(request.ids), room, Drafter(self.draft_tokens)
@@ -459,12 +491,13 @@ class Scheduler:
         """Requests that have waited longest begin, as long as there is memory for them."""
         while len(self._running) < self.max_running:
             with self._wake:
-                if not self._waiting or (self._running and not self._steps.fits(self._waiting[0], self._running)):
+                if not self._waiting or not self._steps.fits(self._waiting[0], self._running):
                     return
                 sequence = self._waiting.popleft()
+            others = [*self._running]
             self._running.append(sequence)
             try:
-                self._steps.begin(sequence)
+                self._steps.begin(sequence, others)
             except Exception as error:  # of memory
                 self._leave(sequence, None, error)
                 continue

@@ -23,6 +23,15 @@ computation as it is (IGNORED), is refused by name.
 This module also finds which transformers architecture a model is. If a model is none, it says why not. Such a model
 is saved in the same kind of folder under a name of our own, which transformers refuses plainly.
 
+To add a family:
+
+1. Write an `Architecture`: which models it allows, how its config.json is written and read, and its tensor names.
+2. Put it into WRITTEN, behind families that more programs know. Put a family that is only read into READ.
+3. Add a shape to FAMILIES in tests/weights/test_architectures.py. Transformers has to compute and learn the same.
+4. Add it to the list above, to "Families" in docs/do/finetune-a-model.md, which a test compares with READ, and to
+   "Which architecture a model becomes" in docs/understand/model-folders.md.
+5. GGUF is optional: a row in LAYOUTS of gguf_layouts.py, and a case in CASES of tests/weights/test_gguf.py.
+
 All architectures are in one file because finding the architecture of a model compares them all.
 """
 

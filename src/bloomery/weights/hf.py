@@ -54,6 +54,7 @@ from bloomery.weights import locate, safetensors
 from bloomery.weights.architectures import TABLES, Architecture, WeightMapping, gathered
 from bloomery.weights.opened import (
     ADAPTER_CONFIG,
+    GGUF_SUFFIX,
     NumberFormat,
     OpenedModel,
     StoredWeights,
@@ -195,6 +196,8 @@ class ModelLanguage:
     """More token IDs that end a text, next to the one that opens a document and those that end an answer."""
     is_ours: bool = True
     """Whether its template is one of TEMPLATES, and documents open with its token."""
+    source: Path | None = None
+    """Of a model that others trained: the model folder or GGUF file that `generation` comes from."""
 
     @classmethod
     def ours(cls, renderer: Renderer) -> "ModelLanguage":
@@ -212,8 +215,14 @@ class ModelLanguage:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of a SamplingConfig that the model's makers recommend."""
-        return sampling_of(self.generation)
+        """Fields of a SamplingConfig that the model's makers recommend. Raises DataError for a value that is none."""
+        if self.source is None or self.source.suffix != GGUF_SUFFIX:
+            return sampling_of(self.generation, str(self.source / GENERATION if self.source else GENERATION))
+        from bloomery.weights.gguf_layouts import SAMPLING
+
+        keys = {theirs: key for key, theirs in SAMPLING.items()}
+        hint = "Correct it, for example with gguf-set-metadata, or use another file."
+        return sampling_of(self.generation, str(self.source), keys=keys, hint=hint)
 
     @property
     def opening_ids(self) -> list[int]:
@@ -549,7 +558,7 @@ def _foreign(
         ends.add(id)
     ends = {id for id in ends if 0 <= id < opened.rows}
     chat = None if template is None else JinjaRenderer(tokenizer, template, roles, ends)
-    return ModelLanguage(tokenizer, chat, generation, roles, frozenset(ends), is_ours=False)
+    return ModelLanguage(tokenizer, chat, generation, roles, frozenset(ends), is_ours=False, source=opened.path)
 
 
 def template_of(folder: Path) -> Template | None:

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -23,18 +23,19 @@ from bloomery.core import cache, records
 from bloomery.core import io as core_io
 from bloomery.core.config import HUB, is_of_hub
 from bloomery.core.errors import CheckpointError, DataError, RunError, UnreachableError
-from bloomery.core.io import MANIFEST
+from bloomery.core.io import MANIFEST, MAX_JSON_BYTES
 from bloomery.core.log import info
 from bloomery.core.records import CURRENT, RECIPE, read_manifest
-from bloomery.weights.opened import CONFIG, is_model
+from bloomery.weights.opened import ADAPTER_WEIGHTS, CONFIG, is_model
+from bloomery.weights.safetensors import INDEX, WEIGHTS, WEIGHTS_SUFFIX, files_of_index
 
 PREFIX = HUB
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
 NAMED = re.compile(rf"(?:{PREFIX})?((?:\w[\w.-]*/)?\w[\w.-]*)(?:@([\w./-]+))?")
 """What adapters may call a model of a hub; old names have no owner, such as gpt2."""
 SPELLED = "Write hub:OWNER/NAME, hub:OWNER/NAME@REVISION, or hub:OWNER/NAME/FILE.gguf."
-FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
-"""Files at the top of a repository that a model may consist of, and its card, which states the license."""
+FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
+"""Files at the top of a repository that may lie next to the weights, and the card, which states the license."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 TRUE = ("1", "ON", "YES", "TRUE")
 T = TypeVar("T")
@@ -67,7 +68,12 @@ def fetched(name: str) -> Path:
     if not offline:
         api = client.HfApi(endpoint=endpoint, library_name="bloomery")
         listed = _asked(name, lambda: api.model_info(model.repository, revision=model.revision, files_metadata=True))
-        patterns = _needed(name, model, listed)
+
+        def index() -> Path:
+            of_commit = {"revision": listed.sha, "endpoint": endpoint, "library_name": "bloomery"}
+            return Path(_asked(name, lambda: client.hf_hub_download(model.repository, INDEX, **of_commit)))
+
+        patterns = _needed(name, model, listed, index)
     folder = _asked(
         name,
         lambda: client.snapshot_download(
@@ -81,6 +87,8 @@ def fetched(name: str) -> Path:
         ),
     )
     path = Path(folder) / model.file if model.file else Path(folder)
+    if offline and model.file is None:
+        _check_weights(name, model, path)
     _verify(path, name)
     return path
 
@@ -112,22 +120,20 @@ def named_model(file: Path, named: str, revision: str | None = None) -> Path:
     raise CheckpointError(what, where=where, hint=f"If it is a model of the hub, run: {command}\n{hint}")
 
 
-def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
-    """The files to fetch. Raises CheckpointError where a model lacks them or the disk has no room."""
+def _needed(name: str, model: HubModel, listed: Any, index: Callable[[], Path]) -> list[str]:
+    """
+    The files to fetch; `index` fetches the index of the weights, if they have one. Raises CheckpointError where a model
+    lacks them or the disk has no room.
+    """
     sizes = {file.rfilename: file.size or 0 for file in listed.siblings}
-    ggufs = sorted(file for file in sizes if file.endswith(".gguf"))
     if model.file is not None:
         if model.file not in sizes:
-            shown = ", ".join(ggufs[:5]) or "none"
+            shown = ", ".join(_ggufs(sizes)[:5]) or "none"
             raise CheckpointError(f"has no file {model.file}", where=name, hint=f"Its GGUF files: {shown}.")
         needed = [model.file]
     else:
         needed = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
-        if not any(file.endswith(".safetensors") for file in needed):
-            hint = "Bloomery reads safetensors and GGUF files. Download pickled weights yourself and give their file."
-            if ggufs:
-                hint = f"Use one of its GGUF files, such as {PREFIX}{model.repository}/{ggufs[0]}"
-            raise CheckpointError("has no weights as safetensors", where=name, hint=hint)
+        needed += _weights(name, model, sizes, index)
     cached = {file.rfilename for file in listed.siblings if _is_cached(model.repository, file)}
     size, room = sum(sizes[file] for file in needed), shutil.disk_usage(_nearest(_cache())).free
     missing = sum(sizes[file] for file in needed if file not in cached)
@@ -137,6 +143,43 @@ def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
     shown = f"{size / 1e9:.2f} GB, {missing / 1e9:.2f} GB of them to fetch"
     info(f"{name}: {len(needed)} files, {shown}, from {listed.sha[:12]}", "dim")
     return needed
+
+
+def _ggufs(names: Iterable[str]) -> list[str]:
+    return sorted(file for file in names if file.endswith(".gguf"))
+
+
+def _weights(name: str, model: HubModel, sizes: Mapping[str, int], index: Callable[[], Path]) -> list[str]:
+    """The files of a repository whose weights are read. Raises CheckpointError where there are none."""
+    weights = [file for file in (WEIGHTS, ADAPTER_WEIGHTS) if file in sizes]
+    if WEIGHTS not in sizes and INDEX in sizes:
+        if sizes[INDEX] > MAX_JSON_BYTES:
+            what = f"{INDEX} has {sizes[INDEX]:,} bytes, more than {MAX_JSON_BYTES:,}"
+            raise CheckpointError(what, where=name, hint="Use another copy of the model.")
+        hint = "Use another revision or another copy of the model."
+        shards = sorted({*files_of_index(index(), hint).values()})
+        if missing := [file for file in shards if file not in sizes]:
+            raise CheckpointError(f"has no file {missing[0]}, which {INDEX} names", where=name, hint=hint)
+        weights += shards
+    if weights:
+        return weights
+    hint = "Bloomery reads safetensors and GGUF files. Download pickled weights yourself and give their file."
+    if ggufs := _ggufs(sizes):
+        hint = f"Use one of its GGUF files, such as {PREFIX}{model.repository}/{ggufs[0]}"
+    if others := sorted(file for file in sizes if "/" not in file and file.endswith(WEIGHTS_SUFFIX)):
+        what = f"has {', '.join(others[:3])}, but no {WEIGHTS} and no {INDEX}"
+        raise CheckpointError(what, where=name, hint=f"Use a copy in the layout of transformers. {hint}")
+    raise CheckpointError("has no weights as safetensors", where=name, hint=hint)
+
+
+def _check_weights(name: str, model: HubModel, folder: Path) -> None:
+    """Raises UnreachableError where the cache lacks weights of a model, for example after an interrupted download."""
+    try:
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+        _weights(name, model, sizes, lambda: folder / INDEX)
+    except CheckpointError as error:
+        hint = "Download it once with a network and without HF_HUB_OFFLINE."
+        raise UnreachableError(f"the copy in the cache {error.what}", where=name, hint=hint) from None
 
 
 def _is_cached(repository: str, file: Any) -> bool:

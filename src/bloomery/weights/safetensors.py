@@ -164,6 +164,18 @@ class WeightIndex(TypedDict):
     weight_map: dict[str, NameInside]
 
 
+def files_of_index(index: Path, hint: str) -> dict[str, str]:
+    """
+    Tensor -> name of its file, as an index says. Raises CheckpointError for an index that cannot be read, and for a
+    name that is no safetensors file of the same folder.
+    """
+    names = read_record(index, WeightIndex, error=CheckpointError, fix=hint)["weight_map"]
+    if wrong := [name for name in names.values() if Path(name).name != name or not name.endswith(WEIGHTS_SUFFIX)]:
+        what = f"names the file {wrong[0]!r}, which is not a safetensors file in the same folder"
+        raise CheckpointError(what, where=str(index), hint=hint)
+    return names
+
+
 @runtime_checkable
 class TensorReader(Protocol):
     """The tensors of a model's files, by transformers' names."""
@@ -196,7 +208,7 @@ class Tensors:
             self._files = dict.fromkeys(self._handle(WEIGHTS).keys(), WEIGHTS)
         elif (folder / INDEX).is_file():
             self.file = folder / INDEX
-            self._files = self._index()
+            self._files = files_of_index(self.file, hint)
         else:
             raise self._missing()
 
@@ -259,13 +271,6 @@ class Tensors:
             except SafetensorError as error:
                 raise CheckpointError(f"is torn: {error}", where=str(file), hint=self._hint) from None
         return self._open[name]
-
-    def _index(self) -> dict[str, str]:
-        names = read_record(self.file, WeightIndex, error=CheckpointError, fix=self._hint)["weight_map"]
-        if wrong := [name for name in names.values() if Path(name).name != name]:
-            what = f"names the file {wrong[0]!r}, which is not in the same folder"
-            raise CheckpointError(what, where=str(self.file), hint=self._hint)
-        return names
 
     def _missing(self) -> CheckpointError:
         if pickled := is_pickled(self._folder):

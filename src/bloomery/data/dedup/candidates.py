@@ -16,6 +16,7 @@ import numpy as np
 
 from bloomery.core import io as core_io
 from bloomery.core.extras import duckdb, pa, pq
+from bloomery.core.signals import interruption
 from bloomery.hw.launcher import cores
 
 ROWS_PER_BATCH = 1 << 17
@@ -51,13 +52,13 @@ def connected(scratch: Path, memory_bytes: int) -> "Iterator[duckdb.DuckDBPyConn
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raises KeyboardInterrupt where an interrupt ended a query. DuckDB itself would raise a RuntimeError."""
+    """Raises KeyboardInterrupt or Terminated where a signal ended a query. DuckDB itself would raise a RuntimeError."""
     try:
         yield
     except (RuntimeError, duckdb.InterruptException) as error:
         if "interrupted" not in str(error).lower():
             raise
-        raise KeyboardInterrupt from error
+        raise interruption() from error
 
 
 def streamed(connection: "duckdb.DuckDBPyConnection", query: str) -> "Iterator[pa.RecordBatch]":

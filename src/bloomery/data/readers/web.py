@@ -28,6 +28,11 @@ OK = 200
 HEADER_BYTES = 2**20
 """No header of a record or of an answer is longer; what is longer is none."""
 
+BITE_BYTES = 4096
+"""What a member of gzip is fed at once. What comes after its end is copied, and a member may have 20 bytes."""
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r\n")
+"""The line before a chunk of an answer."""
+
 CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:\-]+)", re.IGNORECASE)
 
 
@@ -45,8 +50,9 @@ def records(path: Path, max_bytes: int) -> Iterator[tuple[int, WarcRecord]]:
     """
     Number (from 1, of all records of the file) of every response and conversion, and what it holds.
 
-    Problems: `http_status`, `not_html` (another type), `too_long`, `not_warc` (bytes that are no record), and as the
-    last one `torn` or `bomb`, where the file cannot be read further. Raises DataError where it cannot be opened.
+    Problems: `http_status`, `not_html` (another type), `too_long`, `torn_page` (content that ends early), `not_warc`
+    (bytes that are no record). The last one may be `torn` or `bomb`, where the file cannot be read further. Raises
+    DataError where it cannot be opened.
     """
     stream, number, whole = _Stream(path), 0, True
     line = stream.line()
@@ -110,30 +116,54 @@ def _record(kind: str, url: str | None, block: bytes, length: int, max_bytes: in
 def _body(data: bytes, fields: Mapping[str, str], max_bytes: int) -> bytes | ReadError:
     """The content of an answer: its chunks joined and unpacked, where the header says so and the bytes agree."""
     if "chunked" in fields.get("transfer-encoding", "").lower():
-        data = _joined(data)
+        joined = _joined(data)
+        if isinstance(joined, ReadError):
+            return joined
+        data = joined
     encoding = fields.get("content-encoding", "identity").strip().lower()
-    if encoding in ("gzip", "x-gzip", "deflate") and data[:1] in (
-        b"\x1f",
-        b"\x78",
-    ):  # crawlers may leave a stale header
-        try:
-            data = zlib.decompressobj(wbits=47).decompress(data, max_bytes + 1)
-        except zlib.error as error:
-            return ReadError("torn", 0, f"its compressed content is broken: {error}")
-    elif encoding not in ("gzip", "x-gzip", "deflate", "identity", ""):
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        unpacked = _unpacked(data, max_bytes) if data[:1] in (b"\x1f", b"\x78") else data  # a crawler's stale header
+        if isinstance(unpacked, ReadError):
+            return unpacked
+        data = unpacked
+    elif encoding not in ("identity", ""):
         return ReadError("not_html", 0, f"its encoding {encoding[:20]!r} is not supported")
     return data if len(data) <= max_bytes else readers_bytes.too_long(len(data), max_bytes, "it", "at least ")
 
 
-def _joined(data: bytes) -> bytes:
-    """The chunks of a chunked answer as one (RFC 9112, 7.1), or the data as they are where they are not chunked."""
-    pieces, start = [], 0
-    while size := re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r\n").match(data, start):
+def _unpacked(data: bytes, max_bytes: int) -> bytes | ReadError:
+    """
+    What a gzip or zlib stream holds, with the gzip members after it, or the first `max_bytes` and one more of it. Other
+    bytes after it are ignored. A problem `torn_page` where it ends early or is broken.
+    """
+    pieces, room, at, member = list[bytes](), max_bytes + 1, 0, None
+    while room and at < len(data) and (member is not None or not pieces or data[at] == 0x1F):
+        member = member or zlib.decompressobj(wbits=47)
+        bite = data[at : at + BITE_BYTES]
+        try:
+            pieces.append(member.decompress(bite, room))
+        except zlib.error as error:
+            return ReadError("torn_page", at, f"its compressed content is broken: {error}")
+        room -= len(pieces[-1])
+        at += len(bite) - len(member.unused_data)
+        member = None if member.eof else member
+    if room and member is not None:
+        return ReadError("torn_page", at, f"its compressed content ends early, after {at:,} bytes")
+    return b"".join(pieces)
+
+
+def _joined(data: bytes) -> bytes | ReadError:
+    """
+    The chunks of a chunked answer as one (RFC 9112, 7.1), or the data as they are where they are not chunked. A problem
+    `torn_page` where the empty chunk that ends them is missing.
+    """
+    pieces, start, length = list[bytes](), 0, 1
+    while length and (size := CHUNK_SIZE.match(data, start)):
         begin, length = size.end(), int(size[1], 16)
         pieces.append(data[begin : begin + length])
         start = begin + length + 2
-        if not length:
-            break
+    if pieces and length:
+        return ReadError("torn_page", len(data), f"its chunks end early, after {len(data):,} bytes")
     return b"".join(pieces) if pieces else data
 
 

@@ -29,6 +29,7 @@ import importlib
 import itertools
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
 from bloomery.core.cache import load_note, locked, root, save_note
-from bloomery.core.errors import DataError, UnreachableError
+from bloomery.core.errors import DataError, RunError, UnreachableError
 from bloomery.core.log import info
 from bloomery.data.sources import http_client
 from bloomery.data.sources.http_client import PassingError, RefusedError
@@ -91,6 +92,8 @@ def append(file: FileIO, data: bytes) -> None:
 CHUNK_BYTES = 1 << 18
 PROGRESS_BYTES = 1 << 20
 """An attempt that brings less than this does not count as progress."""
+UNCHECKED_BYTES, RESERVED_BYTES = 64 << 20, 1 << 30
+"""Of a file of unknown size: how often the free disk is looked at, and how much of it such a file leaves."""
 SECONDS_BETWEEN_LINES = 30.0
 WORTH_A_LINE_BYTES = 16 << 20
 
@@ -121,7 +124,8 @@ def download(file: WebFile, *, attempts: int, token: str | None = None, offline:
 
     `attempts` failures in a row, between which less than a mebibyte came, end an address. Bytes of a wrong hash are
     fetched once more from the start. `token` goes to the host of the first address only, also after a redirect.
-    Raises DataError where no address gives the file, and RunError where the disk is full.
+    Raises DataError where no address gives the file, and RunError where the disk is full, or nearly so by a file of
+    unknown size.
     """
 
     def fetch(path: Path) -> None:
@@ -279,14 +283,32 @@ class _Download:
         with file:
             # Decoding goes through a buffer that is lost where the connection ends, so only what is encoded is decoded.
             encoded = response.headers.get("Content-Encoding", "identity") != "identity"
+            unchecked = 0
             for chunk in response.stream(CHUNK_BYTES, decode_content=encoded):
+                if self.file.num_bytes is not None and begun + len(chunk) > self.file.num_bytes:
+                    raise WrongBytesError(f"has more than {self.file.num_bytes:,} bytes")
                 append(file, chunk)
-                begun += len(chunk)
+                begun, unchecked = begun + len(chunk), unchecked + len(chunk)
+                if self.file.num_bytes is None and unchecked >= UNCHECKED_BYTES:
+                    self._check_room(begun)
+                    unchecked = 0
                 if time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
                     self._said = time.monotonic()
                     info(f"{self.file.name}: {self._so_far()}", style="dim")
         if self.file.num_bytes is not None and begun < self.file.num_bytes:
             raise PassingError(f"the connection ended after {begun:,} of {self.file.num_bytes:,} bytes")
+
+    def _check_room(self, begun: int) -> None:
+        """Raises RunError where a file of unknown size has left too little of the disk: it may be without end."""
+        free = shutil.disk_usage(self.partial.parent).free
+        if free < RESERVED_BYTES:
+            came = f"{begun / 2**30:,.1f} GiB came of a file whose size its server does not say"
+            hint = "Set BLOOMERY_CACHE to a folder on a larger disk. If the file cannot be that large, remove it"
+            raise RunError(
+                f"{came}, and {free / 2**30:,.1f} GiB of the disk are free",
+                where=str(self.partial),
+                hint=f"{hint} and use another address for {self.file.name}.",
+            )
 
     def _so_far(self) -> str:
         total = f" of {self.file.num_bytes / 2**20:,.0f}" if self.file.num_bytes else ""

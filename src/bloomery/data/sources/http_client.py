@@ -152,7 +152,7 @@ def _followed(
             return response, linked
         linked |= {name: value for name, value in response.headers.items() if name.lower().startswith("x-")}
         address = urljoin(address, response.headers.get("Location", ""))
-        response.drain_conn()
+        response.close()  # its body is of no use, and may be of any length
         response.release_conn()
         if host(address)[0] not in ("http", "https"):
             raise RefusedError(f"is redirected to {shown(address)}, which is not a web address")
