@@ -392,9 +392,9 @@ INLINE int64_t padded(int64_t rows, int64_t unit) { return (rows + unit - 1) / u
 struct Sizes {
     int64_t x, qkv, heads, up, inner, scores;
 
-    Sizes(const Model &m, int64_t longest)
+    Sizes(const Model &m, int64_t tokens, int64_t longest)
         : x(vector(m.width)), qkv(padded((m.heads + 2 * m.kv_heads) * m.head, PANEL)),
-          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(TOGETHER * (m.head + padded(longest, PAGE))) {
+          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(std::min(TOGETHER, tokens * (m.heads / m.kv_heads)) * (m.head + padded(longest, PAGE))) {
         for (int64_t l = 0; l < m.layers; l++) up = std::max(up, padded(m.layer[l].up.rows, PANEL));
     }
     static int64_t vector(int64_t width) { return 2 * padded(width, BLOCK); }  // with what rounded() puts behind it
@@ -505,7 +505,7 @@ extern "C" {
 
 // Numbers of float32 that a step of so many tokens needs as room; the room begins with zeros. longest: positions.
 int64_t bloomery_decode_room(const Model *m, int64_t tokens, int64_t threads, int64_t longest) {
-    const Sizes size(*m, longest);
+    const Sizes size(*m, tokens, longest);
     return tokens * size.each() + threads * size.scores;
 }
 
@@ -516,7 +516,7 @@ int64_t bloomery_decode_lanes(int64_t most) {
 }
 
 void bloomery_decode(const Model *m, const Step *s, int64_t longest) {
-    const Sizes size(*m, longest);
+    const Sizes size(*m, s->tokens, longest);
     const std::vector<Run> runs = runs_of(*s);
     Meeting meeting;
 #ifdef _OPENMP
