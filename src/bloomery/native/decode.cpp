@@ -394,7 +394,8 @@ struct Sizes {
 
     Sizes(const Model &m, int64_t tokens, int64_t longest)
         : x(vector(m.width)), qkv(padded((m.heads + 2 * m.kv_heads) * m.head, PANEL)),
-          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)), scores(std::min(TOGETHER, tokens * (m.heads / m.kv_heads)) * (m.head + padded(longest, PAGE))) {
+          heads(vector(m.heads * m.head)), up(0), inner(vector(m.inner)),
+          scores(std::min(TOGETHER, tokens * (m.heads / m.kv_heads)) * (m.head + padded(longest, PAGE))) {
         for (int64_t l = 0; l < m.layers; l++) up = std::max(up, padded(m.layer[l].up.rows, PANEL));
     }
     static int64_t vector(int64_t width) { return 2 * padded(width, BLOCK); }  // with what rounded() puts behind it
