@@ -231,9 +231,21 @@ def digest(source: DocumentSource) -> str:
         files = stdlib.files(source.exclude) + reference
     else:
         files = files_of(source)
-    return core_io.sha256_bytes(
-        core_io.canonical([(n, path.stat().st_size, core_io.sha256_file(path)) for n, path in files])
-    )
+    return core_io.sha256_bytes(core_io.canonical([(name, _size(path), _sha256(path)) for name, path in files]))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return core_io.sha256_file(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def _form(source: Files, name: str) -> readers_read.FileFormat | None:
@@ -275,13 +287,21 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
 def _matching(path: Path, fixed: Path) -> Iterator[Path]:
     """The files that a path with wildcards names, as `glob` finds them; `fixed` is what it has before them."""
     if "**" not in path.parts:
-        yield from (Path(name) for name in glob.iglob(str(path)) if os.path.isfile(name))
+        yield from (file for file in map(Path, glob.iglob(str(path))) if _is_file(file))
         return
     pattern = path.relative_to(fixed).parts
     for file in core_io.below(fixed, follow=True) if os.path.isdir(fixed) else ():
         parts = file.relative_to(fixed).parts
-        if _fits(parts, pattern) and not any(part.startswith(".") for part in parts):
+        if _fits(parts, pattern) and not any(part.startswith(".") for part in parts) and _is_file(file):
             yield file
+
+
+def _is_file(path: Path) -> bool:
+    """Raises DataError for a link to nothing, behind which a document may be missing. Locks of Emacs are such links."""
+    if core_io.dangling(path) and not path.name.startswith(".#"):
+        hint = "Restore the file or remove the link."
+        raise DataError("is a link to a file that does not exist", where=str(path), hint=hint)
+    return path.is_file()
 
 
 def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
@@ -289,7 +309,7 @@ def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -
     kept = []
     for file in core_io.below(path):
         parts = file.relative_to(path).parts
-        if any(_fits(parts, pattern) for pattern in split_patterns):
+        if any(_fits(parts, pattern) for pattern in split_patterns) and _is_file(file):
             kept.append((_name(file.relative_to(path)), file))
     if not kept:
         shown = ", ".join(patterns)
@@ -338,7 +358,7 @@ def _sampled(source: SourceBase, members: Sequence[Member]) -> Sequence[Member]:
 def _splits(source: Files, name: str, path: Path) -> bool:
     """Whether a file is read in spans."""
     form = _form(source, name) or readers_read.format_of(name)
-    return form == "jsonl" and path.suffix not in readers_bytes.FRAMES and path.stat().st_size >= 2 * SPLIT_BYTES
+    return form == "jsonl" and path.suffix not in readers_bytes.FRAMES and _size(path) >= 2 * SPLIT_BYTES
 
 
 def _grouped(members: Iterable[Member], split: Container[str] = ()) -> Iterator[SourceChunk]:
@@ -354,7 +374,7 @@ def _grouped(members: Iterable[Member], split: Container[str] = ()) -> Iterator[
                 yield SourceChunk(f"{name}:{span.first}", ((name, str(path)),), span.end - span.begin, span)
             continue
         held.append((name, str(path or "")))
-        size += path.stat().st_size if path else 0
+        size += _size(path) if path else 0
         if size >= GROUP_BYTES or len(held) >= GROUP_FILES:
             yield SourceChunk(held[0][0], tuple(held), size)
             held, size = [], 0
