@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,15 @@ def test_kept_documents_have_the_type_that_came_in_and_the_texts_that_rules_left
     pair: tuple[str, ...] = (LAMP, "")
     assert bloomery.filter(pair, rules).kept == (LAMP,)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("pick", [lambda table: table, lambda table: table.to_batches()[0]])
+def test_columns_of_views_are_selected_like_all_others(pick: Callable[[pa.Table], Any]) -> None:
+    columns = {"text": ["a", LAMP, "b", LAMP * 2], "n": [1, 2, 3, 4]}
+    documents = pick(pa.table(columns, schema=pa.schema({"text": pa.string_view(), "n": pa.int64()})))
+    kept = bloomery.filter(documents, [{"kind": "length", "min_characters": 10}]).kept
+    assert kept.schema == documents.schema
+    assert kept.to_pylist() == [{"text": LAMP, "n": 2}, {"text": LAMP * 2, "n": 4}]
 
 
 @pytest.mark.parametrize(

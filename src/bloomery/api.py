@@ -495,7 +495,12 @@ def _taken(documents: Any, indices: list[int], texts: list[str | None], text_fie
         return tuple(kept) if isinstance(documents, tuple) else kept
     from bloomery.core.extras import pa
 
-    table = documents.take(pa.array(indices, pa.int64()))
+    try:
+        table = documents.take(pa.array(indices, pa.int64()))
+    except pa.ArrowNotImplementedError:  # of views, which polars writes; pyarrow 26 slices and joins them
+        slices = [documents.slice(index, 1) for index in indices] or [documents.slice(0, 0)]
+        is_batch = isinstance(documents, pa.RecordBatch)
+        table = pa.concat_batches(slices) if is_batch else pa.concat_tables(slices).combine_chunks()
     if all(text is None for text in texts):
         return table
     column = table.column(text_field)
