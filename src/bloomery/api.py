@@ -349,8 +349,9 @@ def filter(
     """
     Keep documents that pass all rules, as `bloomery data filter`.
 
-    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`. The default is the preset "gopher". Raises
-    DataError for invalid documents, and ConfigError for invalid rules or settings.
+    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`. The default is the preset "gopher", which
+    drops languages other than English. Raises DataError for invalid documents, and ConfigError for invalid rules or
+    settings.
     """
     overrides = [*([] if rules is None else [("rules", rules)]), *_overrides(settings)]
     return _tool("filter", documents, overrides, text_field, workers)
