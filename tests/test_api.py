@@ -326,6 +326,10 @@ def test_columns_of_views_are_selected_like_all_others(pick: Callable[[pa.Table]
         ([{"text": LAMP}, {"body": LAMP}], r"documents\[1\]: has no field 'text'\n.*text_field"),
         ([{"text": None}], r"documents\[0\]: its 'text' is None, not a text\n.*text_field"),
         (pa.table({"body": [LAMP]}), "documents: has no column 'text'\nSet text_field to one of its columns: body"),
+        (
+            pa.Table.from_arrays([pa.array([LAMP])] * 2, names=["text"] * 2),
+            "documents: has 2 columns named 'text'\nRen",
+        ),
         (pa.table({"text": [LAMP, None]}), r"documents\[1\]: its 'text' is None"),
         (pa.table({"text": [1]}), r"documents\[0\]: its 'text' is 1, not a text"),
     ],

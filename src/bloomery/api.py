@@ -443,6 +443,9 @@ def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
         if text_field not in documents.schema.names:
             hint = f"Set text_field to one of its columns: {', '.join(documents.schema.names)}."
             raise DataError(f"has no column {text_field!r}", where=where, hint=hint)
+        if twice := [name for name in fields if documents.schema.names.count(name) > 1]:
+            what = f"has {documents.schema.names.count(twice[0])} columns named {twice[0]!r}"
+            raise DataError(what, where=where, hint="Rename all but one.")
         entries = documents.select([name for name in documents.schema.names if name in fields]).to_pylist()
     elif isinstance(documents, list | tuple):
         entries = [{text_field: entry} if isinstance(entry, str) else entry for entry in documents]
