@@ -196,6 +196,9 @@ def test_missing_and_empty_inputs_are_errors(tmp_path: Path) -> None:
         kept(jsonl(tmp_path))
     with pytest.raises(DataError, match="is not a folder"):
         kept(folder(tmp_path / "none"))
+    for source in (folder(Path("$HOME/none")), jsonl(Path("${HOME}/none.jsonl"))):
+        with pytest.raises(DataError, match=r"Write the value of \$(HOME|{HOME}): only ~ is expanded in a path"):
+            kept(source)
     with pytest.raises(DataError, match="holds no file that matches"):
         kept(folder(tmp_path))
     (tmp_path / "rows.jsonl").touch()

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import math
 import os
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -265,7 +266,8 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     path = source.path.expanduser()
     if isinstance(source, Folder):
         if not os.path.isdir(path):
-            raise DataError("is not a folder", where=str(path), hint=f"Set path of source {source.name!r} to a folder.")
+            hint = _of_variables(path) or f"Set path of source {source.name!r} to a folder."
+            raise DataError("is not a folder", where=str(path), hint=hint)
         return _in_folder(path, source.patterns, recursive=source.recursive)
     if os.path.isdir(path) and isinstance(source, AnyFiles):
         return _in_folder(path, ("*",))
@@ -280,8 +282,14 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     matches = sorted(file for file in _matching(path, fixed) if not core_io.kernel(file))
     if not matches:
         near = ", ".join(sorted(p.name for p in fixed.glob("*"))[:5]) or "nothing, or it does not exist"
-        raise DataError("no such file", where=str(path), hint=f"{fixed} holds: {near}.")
+        raise DataError("no such file", where=str(path), hint=_of_variables(path) or f"{fixed} holds: {near}.")
     return [(_name(file.relative_to(fixed)), file) for file in matches]
+
+
+def _of_variables(path: Path) -> str:
+    """The hint for a path that names a variable of the shell, or ""."""
+    name = re.search(r"\$\w+|\$\{\w+\}", str(path))
+    return f"Write the value of {name[0]}: only ~ is expanded in a path." if name else ""
 
 
 def _matching(path: Path, fixed: Path) -> Iterator[Path]:
