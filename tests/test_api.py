@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,15 @@ def test_kept_documents_have_the_type_that_came_in_and_the_texts_that_rules_left
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("pick", [lambda table: table, lambda table: table.to_batches()[0]])
+def test_columns_of_views_are_selected_like_all_others(pick: Callable[[pa.Table], Any]) -> None:
+    columns = {"text": ["a", LAMP, "b", LAMP * 2], "n": [1, 2, 3, 4]}
+    documents = pick(pa.table(columns, schema=pa.schema({"text": pa.string_view(), "n": pa.int64()})))
+    kept = bloomery.filter(documents, [{"kind": "length", "min_characters": 10}]).kept
+    assert kept.schema == documents.schema
+    assert kept.to_pylist() == [{"text": LAMP, "n": 2}, {"text": LAMP * 2, "n": 4}]
+
+
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
@@ -316,6 +326,10 @@ def test_kept_documents_have_the_type_that_came_in_and_the_texts_that_rules_left
         ([{"text": LAMP}, {"body": LAMP}], r"documents\[1\]: has no field 'text'\n.*text_field"),
         ([{"text": None}], r"documents\[0\]: its 'text' is None, not a text\n.*text_field"),
         (pa.table({"body": [LAMP]}), "documents: has no column 'text'\nSet text_field to one of its columns: body"),
+        (
+            pa.Table.from_arrays([pa.array([LAMP])] * 2, names=["text"] * 2),
+            "documents: has 2 columns named 'text'\nRen",
+        ),
         (pa.table({"text": [LAMP, None]}), r"documents\[1\]: its 'text' is None"),
         (pa.table({"text": [1]}), r"documents\[0\]: its 'text' is 1, not a text"),
     ],

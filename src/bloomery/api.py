@@ -349,8 +349,9 @@ def filter(
     """
     Keep documents that pass all rules, as `bloomery data filter`.
 
-    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`. The default is the preset "gopher". Raises
-    DataError for invalid documents, and ConfigError for invalid rules or settings.
+    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`. The default is the preset "gopher", which
+    drops languages other than English. Raises DataError for invalid documents, and ConfigError for invalid rules or
+    settings.
     """
     overrides = [*([] if rules is None else [("rules", rules)]), *_overrides(settings)]
     return _tool("filter", documents, overrides, text_field, workers)
@@ -442,6 +443,9 @@ def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
         if text_field not in documents.schema.names:
             hint = f"Set text_field to one of its columns: {', '.join(documents.schema.names)}."
             raise DataError(f"has no column {text_field!r}", where=where, hint=hint)
+        if twice := [name for name in fields if documents.schema.names.count(name) > 1]:
+            what = f"has {documents.schema.names.count(twice[0])} columns named {twice[0]!r}"
+            raise DataError(what, where=where, hint="Rename all but one.")
         entries = documents.select([name for name in documents.schema.names if name in fields]).to_pylist()
     elif isinstance(documents, list | tuple):
         entries = [{text_field: entry} if isinstance(entry, str) else entry for entry in documents]
@@ -495,7 +499,12 @@ def _taken(documents: Any, indices: list[int], texts: list[str | None], text_fie
         return tuple(kept) if isinstance(documents, tuple) else kept
     from bloomery.core.extras import pa
 
-    table = documents.take(pa.array(indices, pa.int64()))
+    try:
+        table = documents.take(pa.array(indices, pa.int64()))
+    except pa.ArrowNotImplementedError:  # of views, which polars writes; pyarrow 26 slices and joins them
+        slices = [documents.slice(index, 1) for index in indices] or [documents.slice(0, 0)]
+        is_batch = isinstance(documents, pa.RecordBatch)
+        table = pa.concat_batches(slices) if is_batch else pa.concat_tables(slices).combine_chunks()
     if all(text is None for text in texts):
         return table
     column = table.column(text_field)

@@ -164,6 +164,11 @@ def test_a_recipe_cannot_be_changed() -> None:
         made.work.rate = 3.0  # type: ignore[misc]
 
 
+def test_a_recipe_may_begin_with_a_byte_order_mark_and_have_line_ends_of_windows(tmp_path: Path) -> None:
+    (path := tmp_path / "recipe.toml").write_bytes(b'\xef\xbb\xbfname = "a"\r\nsteps = 3\r\n')
+    assert load(Recipe, path) == Recipe(name="a", steps=3)
+
+
 def test_a_file_that_is_no_recipe_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "good.toml").write_text('name = "a"')
     (tmp_path / "bad.toml").write_text("name = = 3")

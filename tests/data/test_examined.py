@@ -56,6 +56,10 @@ def test_parquet_and_folders_are_read(tmp_path: Path) -> None:
     assert set(task_texts(files[1])) == {TaskText("b", 1, "one"), TaskText("b", 2, "two")}
     with pytest.raises(DataError, match="holds no evaluation tasks"):
         task_files([tmp_path / "notes.txt"])
+    torn = pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"question": torn}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet: cannot be read: 'utf-8' codec"):
+        list(task_texts(tmp_path / "c.parquet"))
 
 
 def test_a_broken_row_is_an_error_that_names_the_file(tmp_path: Path) -> None:

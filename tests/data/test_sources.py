@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import documents
 from bloomery.data.readers.read import RejectedDocument
-from bloomery.data.sources import toy_worlds
+from bloomery.data.sources import local, toy_worlds
 from bloomery.data.sources.local import AnyFiles, Csv, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
 from bloomery.stages.config import Fetch
 
@@ -195,11 +196,47 @@ def test_missing_and_empty_inputs_are_errors(tmp_path: Path) -> None:
         kept(jsonl(tmp_path))
     with pytest.raises(DataError, match="is not a folder"):
         kept(folder(tmp_path / "none"))
+    for source in (folder(Path("$HOME/none")), jsonl(Path("${HOME}/none.jsonl"))):
+        with pytest.raises(DataError, match=r"Write the value of \$(HOME|{HOME}): only ~ is expanded in a path"):
+            kept(source)
     with pytest.raises(DataError, match="holds no file that matches"):
         kept(folder(tmp_path))
     (tmp_path / "rows.jsonl").touch()
     with pytest.raises(DataError, match="holds no rows"):
         kept(jsonl(tmp_path / "rows.jsonl"))
+
+
+def test_a_link_to_nothing_is_an_error_and_a_lock_of_emacs_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / ".#a.txt").symlink_to("user@host.1234")
+    (tmp_path / "b.md.orig").symlink_to("nothing")
+    assert [row["text"] for row in kept(folder(tmp_path))] == ["text"]
+    (tmp_path / "b.txt").symlink_to("b.txt")
+    for source in (folder(tmp_path), jsonl(tmp_path / "*.txt"), jsonl(tmp_path / "**" / "*.txt")):
+        with pytest.raises(DataError, match=r"b\.txt: is a link to a file that does not exist\nRestore the file"):
+            digest(source)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (closed := tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=rf"{closed}: cannot be read: Permission denied\nMake it readable"):
+        kept(folder(tmp_path))
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "files_of", lambda source: [("a.txt", tmp_path / "a.txt")])
+    for use in (digest, kept):
+        with pytest.raises(DataError, match=r"a\.txt: cannot be read: .*No such file"):
+            use(AnyFiles(name="s", domain="d", path=tmp_path))
 
 
 def test_parquet_rows_are_the_same_for_every_kind_of_string_column(tmp_path: Path) -> None:

@@ -67,6 +67,34 @@ def test_a_column_that_is_missing_is_named_and_one_with_a_dot_stands_for_its_obj
     assert (place, problem.reason, problem.what) == (0, "no_column", "has no column 'score'; its columns: meta, text")
 
 
+@pytest.mark.parametrize(
+    ("header", "what", "hint"),
+    [
+        ("id,body", "has no column 'text'; its columns: id, body", ""),
+        ("id;text", "has no column 'text'; its columns: id;text", "';' between its names, but ',' is read"),
+        ("id,text,text", "has 2 columns named 'text'; rename all but one", ""),
+        ("text,url,url", "has 2 columns named 'url'; rename all but one", ""),
+    ],
+)
+def test_a_csv_file_without_its_column_or_with_two_of_it_is_one_problem(
+    tmp_path: Path, header: str, what: str, hint: str
+) -> None:
+    (path := tmp_path / "t.csv").write_text(f"{header}\n1,2,3\n4,5,6\n")
+    ((line, problem),) = readers_rows.delimited(path, ",", MOST, ["text"], ["url"])
+    assert isinstance(problem, ReadError)
+    assert (line, problem.reason, problem.what) == (1, "no_column", what)
+    assert hint in problem.hint
+
+
+@pytest.mark.parametrize("line", [b'[{"text": "a"}, {"text": "b"}]', b'{"text": "a"}\r{"text": "b"}\r', b"7"])
+def test_a_last_line_that_is_no_object_is_not_called_cut_off(tmp_path: Path, line: bytes) -> None:
+    (path := tmp_path / "t.jsonl").write_bytes(line)
+    ((_, problem),) = readers_rows.jsonl(path)
+    assert isinstance(problem, ReadError)
+    assert (problem.reason, "cut off" in problem.what) == ("not_json", False)
+    assert "jq" in problem.hint
+
+
 def test_a_parquet_file_whose_columns_have_no_utf8_names_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a"], "other": ["b"]}), path)

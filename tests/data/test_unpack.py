@@ -1,4 +1,6 @@
+import bz2
 import gzip
+import lzma
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from bloomery.core.errors import DataError
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers.bytes import ReadError
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import local
 from tests.data import made_poison
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -32,7 +36,14 @@ def test_what_is_unpacked_is_what_was_packed_frame_after_frame(tmp_path: Path, s
     assert joined(path) == b"".join(parts)
 
 
-@given(st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line)), st.sampled_from(sorted(PACKERS)))
+def uncompressed(lines: list[bytes]) -> bool:
+    return readers_bytes.compressed(b"\n".join(lines)) is None
+
+
+LINES = st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line)).filter(uncompressed)
+
+
+@given(LINES, st.sampled_from(sorted(PACKERS)))
 def test_lines_are_what_stands_between_line_feeds(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], suffix: str
 ) -> None:
@@ -64,6 +75,28 @@ def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
         assert found.what.endswith("1,000 bytes, more than max_document_bytes = 999")
     with pytest.raises(DataError, match=r"none: cannot be read"):
         readers_bytes.whole(tmp_path / "none", 10)
+
+
+@pytest.mark.parametrize(
+    ("program", "pack", "hint"),
+    [
+        ("gzip", gzip.compress, "end in .gz"),
+        ("zstd", PACKERS[".zst"], "end in .zst"),
+        ("xz", lzma.compress, "Decompress"),
+        ("bzip2", bz2.compress, "Decompress"),
+        ("zip", b"PK\x03\x04".__add__, "Word and EPUB"),
+    ],
+)
+def test_a_compressed_file_that_is_not_unpacked_stops_the_run(
+    tmp_path: Path, program: str, pack: Callable[[bytes], bytes], hint: str
+) -> None:
+    for name, source in (("a.jsonl", local.Jsonl), ("a.csv", local.Csv), ("a.txt.GZ", local.AnyFiles)):
+        (path := tmp_path / name).write_bytes(pack(b'{"text": "a"}\n' * 9))
+        with pytest.raises(DataError, match=f"(?s)compressed with {program}, .*{hint}"):
+            list(local.read(source(name="s", domain="d", path=path)))
+        (item,) = local.read(source(name="s", domain="d", path=path, invalid="skip"))
+        assert isinstance(item, RejectedDocument)
+        assert item.problem.reason == "compressed"
 
 
 CHILD = """
@@ -119,7 +152,11 @@ def test_a_line_of_100_mb_and_a_bomb_are_rejected_within_little_memory(
 
 @pytest.mark.slow
 @settings(max_examples=200)
-@given(st.lists(st.binary(max_size=12).map(lambda one: one.replace(b"\n", b"")), max_size=30), st.booleans(), st.data())
+@given(
+    st.lists(st.binary(max_size=12).map(lambda one: one.replace(b"\n", b"")), max_size=30).filter(uncompressed),
+    st.booleans(),
+    st.data(),
+)
 def test_spans_are_the_file_cut_at_line_ends_with_the_numbers_of_its_lines(
     tmp_path_factory: pytest.TempPathFactory, found: list[bytes], ended: bool, data: st.DataObject
 ) -> None:

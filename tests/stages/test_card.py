@@ -41,6 +41,8 @@ SHARD = manifest(
     {},
     {
         "tokens": 5,
+        "documents": 10,
+        "held_out_documents": 2,
         "anneal": ANNEAL,
         "mix": {"web": {"asked": 0.5, "epochs": 2.0}, "code": {"asked": 0.5, "share": 0.4}},
     },
@@ -64,6 +66,8 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     assert "| c | code | BSD-3-Clause, Apache-2.0 | 3 | 99 | 0 |" in text
     assert "- c is us/c@1234\n" in text
     assert "Reasons in fetch: empty 1." in text
+    assert "| stage | documents | rejected | validation | SHA-256 of its content |" in text
+    assert f"| shard | 10 | – | 2 | {'5' * 16} |" in text
     assert "| code | 0.5 | 0.4 | – |" in text
     assert "## Annealing mix" in text
     assert "| code | 1.0 | 0.9 |" in text

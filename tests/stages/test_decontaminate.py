@@ -157,8 +157,17 @@ def test_the_digest_follows_the_content_of_the_tasks(tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text('{"question": "Another one than before?"}\n')
     assert dedup.external_inputs(config) != before
     assert dedup.external_inputs(Dedup()) == ""
-    with pytest.raises(DataError, match="holds no evaluation tasks"):
+    with pytest.raises(DataError, match=r"gone\.jsonl: does not exist"):
         dedup.external_inputs(Dedup(decontaminate=Decontaminate(files=(tmp_path / "gone.jsonl",))))
+
+
+def test_tasks_whose_every_text_is_too_short_are_an_error(tmp_path: Path) -> None:
+    (path := tmp_path / "short.jsonl").write_text('{"question": "two words"}\n')
+    parts = written({"a": "two words"}, tmp_path / "documents")
+    with pytest.raises(DataError, match="every text of the tasks has fewer than 4 words"):
+        decontaminate.run(Decontaminate(files=(path,)), parts, tmp_path / "out")
+    done = decontaminate.run(Decontaminate(files=(path,), min_question_words=2), parts, tmp_path / "out")
+    assert done["dropped"] == 1
 
 
 def test_limits_that_leave_nothing_to_find_are_errors() -> None:

@@ -252,7 +252,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(
             what, where=str(path), hint="Refer to data files by path instead of writing the data into the recipe."
         )
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     try:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or that of Python for an integer of 4,300 digits

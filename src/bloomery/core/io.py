@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NoReturn
 
 from bloomery.core.errors import DataError, RunError
 
@@ -298,16 +298,21 @@ def check_regular(path: Path) -> None:
 
 def below(folder: Path, *, follow: bool = False) -> Iterator[Path]:
     """
-    Every regular file below a folder, and every link to one; never into KERNEL_FOLDERS.
+    Every regular file below a folder, and every link to one or to nothing; never into KERNEL_FOLDERS.
 
-    Links to folders only with `follow`, and no folder twice. Raises DataError for the root of the file system, and
-    behind MAX_ENTRIES files and folders: that is a disk, and no data set.
+    Links to folders only with `follow`, and no folder twice. Raises DataError for the root of the file system, for a
+    folder that cannot be read, and behind MAX_ENTRIES files and folders: that is a disk, and no data set.
     """
     hint = "Give the folder that holds the data."
     if (real := Path(os.path.realpath(folder))).parent == real:
         raise DataError("is the root of the file system", where=str(folder), hint=hint)
+
+    def fail(error: OSError) -> NoReturn:
+        closed = "Make it readable, or move it out of the folder that is read."
+        raise DataError(f"cannot be read: {error.strerror}", where=str(error.filename), hint=closed) from None
+
     entries, seen = 0, set[tuple[int, int]]()
-    for subfolder, folders, names in os.walk(folder, followlinks=follow):
+    for subfolder, folders, names in os.walk(folder, followlinks=follow, onerror=fail):
         facts = os.stat(subfolder)
         entries += len(folders) + len(names)
         if entries > MAX_ENTRIES:
@@ -317,7 +322,13 @@ def below(folder: Path, *, follow: bool = False) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add((facts.st_dev, facts.st_ino))
-        yield from (path for name in names if (path := Path(subfolder, name)).is_file())
+        paths = (Path(subfolder, name) for name in names)
+        yield from (path for path in paths if path.is_file() or dangling(path))
+
+
+def dangling(path: Path) -> bool:
+    """Whether a path is a link to something that does not exist."""
+    return path.is_symlink() and not path.exists()
 
 
 def sha256_file(path: Path) -> str:

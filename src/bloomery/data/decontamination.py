@@ -91,7 +91,8 @@ def task_files(places: Sequence[Path]) -> list[Path]:
         mine = [path for path in inside if path.is_file() and path.name.endswith(SUFFIXES)]
         if not mine:
             hint = f"Give files that end in {', '.join(SUFFIXES)}, or folders of such files."
-            raise DataError("holds no evaluation tasks", where=str(task_path), hint=hint)
+            what = "holds no evaluation tasks" if task_path.exists() else "does not exist"
+            raise DataError(what, where=str(task_path), hint=hint)
         files += mine
     return files
 
@@ -128,7 +129,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             with pq.ParquetFile(path) as file:
                 every = (row for batch in file.iter_batches() for row in batch.to_pylist())
                 yield from enumerate(every, 1)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # a text that is not UTF-8, a date
             raise readers_rows.unreadable(path, error) from None
         return
     for number, fields in readers_rows.jsonl(path):

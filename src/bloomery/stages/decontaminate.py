@@ -9,6 +9,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
+from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pq
 from bloomery.data import decontamination, documents
 from bloomery.data.decontamination import Sought
@@ -38,12 +39,21 @@ def external_inputs(config: Sought) -> str:
 
 
 def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: ExecutorConfig) -> Path:
-    """Look for the tasks' text; returns the folder with what is barred, one file for each part (overlap.BARRED)."""
+    """
+    Look for the tasks' text; returns the folder with what is barred, one file for each part (overlap.BARRED).
+
+    Raises DataError where every text is too short to be searched for.
+    """
     index = scratch / "index"
     finished = scratch / "index.json"
     if core_records.load(finished, index, "decontaminate: the index of the tasks") is None:
         core_io.remove_path(index)
-        decontamination.OverlapIndex.of(sought(config, scratch / "tasks")).save(index)
+        searched = decontamination.OverlapIndex.of(sought(config, scratch / "tasks"))
+        if not searched.whole and not len(searched.long.hashes):
+            what = f"every text of the tasks has fewer than {config.min_question_words} words, so nothing is searched"
+            hint = "Set min_question_words to the number of words that one of the texts has."
+            raise DataError(what, where="decontaminate", hint=hint)
+        searched.save(index)
         core_records.save(finished, {}, core_io.listing(index))
     run_parts(engine, decontamination.check, str(index), corpus.parts(), scratch, what="decontaminate")
     return scratch / "barred"

@@ -181,7 +181,9 @@ CARD = "data_card"
 SHOWN_LICENSES = 6
 """In the table for people; the JSON has all of them."""
 MIX = ("asked", "share", "tokens", "asked_tokens", "documents", "epochs", "limited_by")
-COUNTS = ("documents", "kept", "dropped", "removed", "rejected")
+COUNTS = ("documents", "kept", "dropped", "removed", "rejected", "validation")
+HELD_OUT = "held_out_documents"
+"""What the stage shard calls the number of its validation documents, which `documents` does not count."""
 
 
 def write_card(root: Path) -> Path | None:
@@ -211,6 +213,7 @@ def facts(name: str, manifests: Mapping[str, Mapping[str, Any]], hashes: Mapping
                 "sha256": hashes[stage],
                 "finished": manifest["finished"],
                 **{key: manifest["stats"][key] for key in COUNTS if isinstance(manifest["stats"].get(key), int)},
+                **({"validation": manifest["stats"][HELD_OUT]} if HELD_OUT in manifest["stats"] else {}),
                 "reasons": manifest["stats"].get("reasons", {}),
             }
             for stage, manifest in manifests.items()

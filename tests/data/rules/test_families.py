@@ -29,6 +29,44 @@ def test_ordinary_prose_passes_every_rule(rule: Rule) -> None:
     assert found(rule, text) is None
 
 
+CHINESE = "春天来了，公园里的花都开了。孩子们在草地上跑来跑去，老人们坐在长椅上聊天。"
+THAI = "ภาษาไทยไม่มีช่องว่างระหว่างคำในประโยค ผู้เรียนควรฝึกฟังและพูดทุกวัน"
+GERMAN = "Der Park ist offen, und viele Kinder laufen am Nachmittag dort über das Gras zum Fluss. " * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "reason", "settings"),
+    [
+        (GERMAN, Gopher, "gopher.few_stop_words", {"min_stop_words": 0}),
+        (
+            CHINESE,
+            Gopher,
+            "gopher.too_few_words",
+            {"min_words": 1, "max_mean_word_characters": 1000, "min_stop_words": 0},
+        ),
+        (THAI, Gopher, "gopher.too_few_words", {"min_words": 1, "max_mean_word_characters": 1000, "min_stop_words": 0}),
+        (CHINESE, C4, "c4.too_few_sentences", {"min_sentences": 0}),
+        (THAI, FineWeb, "fineweb.few_line_ends", {"min_lines_with_end": 0, "max_lines_per_word": 1}),
+        (
+            CHINESE.replace("。", "。\n"),
+            FineWeb,
+            "fineweb.short_lines",
+            {"max_short_lines": 1, "max_lines_per_word": 1},
+        ),
+    ],
+)
+def test_the_settings_that_the_docs_name_keep_other_languages(
+    text: str, rule: type[Gopher | C4 | FineWeb], reason: str, settings: dict[str, float]
+) -> None:
+    assert (verdict := found(rule(), text)) is not None
+    assert verdict[0] == reason
+    assert found(rule(**settings), text) is None
+    page = Path(__file__).parents[3] / "docs" / "understand" / "filter-rules.md"
+    documented = page.read_text(encoding="utf-8")
+    assert f"`{reason}`" in documented
+    assert all(f"{name} = {value}`" in documented for name, value in settings.items())
+
+
 @pytest.mark.parametrize("rule", [Length(), Gopher(), Repetition(), C4(), FineWeb(), Code()])
 @pytest.mark.parametrize("text", ["", " ", "\n\n", "a", "\u2028", "💥" * 100, "x" * 10_000, "{" * 100], ids=range(8))
 def test_odd_texts_get_a_verdict_and_no_error(rule: Rule, text: str) -> None:

@@ -12,7 +12,7 @@ that cannot be opened raises DataError.
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -78,6 +78,30 @@ def spans(path: Path, span_bytes: int) -> list[ByteSpan]:
     return [*byte_spans, ByteSpan(begin, size, first)]
 
 
+PACKED = (
+    (b"\x1f\x8b\x08", "gzip", ".gz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+    (b"\xfd7zXZ\0", "xz", ""),
+    (b"PK\x03\x04", "zip", ""),
+    (b"7z\xbc\xaf\x27\x1c", "7-Zip", ""),
+    (b"\x04\x22\x4d\x18", "lz4", ""),
+    *((b"BZh%d1AY&SY" % level, "bzip2", "") for level in range(1, 10)),
+)
+"""First bytes of compressed files, what compressed them, and the end of a name with which they are read."""
+
+
+def compressed(data: bytes) -> ReadError | None:
+    """The problem of a file that begins with these bytes, if they are compressed; None for any other file."""
+    for magic, program, ending in PACKED:
+        if data.startswith(magic):
+            hint = f"Rename it to end in {ending}." if ending else "Decompress it, or compress it as .gz or .zst."
+            hint = hint if program != "zip" else f"{hint} Word and EPUB files are zip files: extract their text."
+            why = f"but its name does not end in {ending}" if ending else "which is not read"
+            what = f"its content is compressed with {program}, {why}"
+            return ReadError("compressed", 0, what, hint)
+    return None
+
+
 def _bytes_of(file: BinaryIO, span: ByteSpan) -> Iterator[bytes]:
     left = span.end - file.seek(span.begin)
     while left and (data := file.read(min(CHUNK_BYTES, left))):
@@ -89,16 +113,19 @@ def chunks(path: Path, span: ByteSpan | None = None) -> Iterator[bytes | ReadErr
     """
     The bytes of a file in pieces, or of a span of an uncompressed file.
 
-    If reading cannot continue, the last piece is a problem: `torn` or `bomb`.
+    If reading cannot continue, the last piece is a problem: `torn`, `bomb` or `compressed`.
     """
     try:
         core_io.check_regular(path)
         with path.open("rb") as file:
-            if span:
-                yield from _bytes_of(file, span)
+            raw = _bytes_of(file, span) if span else iter(lambda: file.read(CHUNK_BYTES), b"")
+            content = _unpacked(raw, FRAMES[path.suffix]) if path.suffix in FRAMES and not span else raw
+            first = next(content, b"")
+            if isinstance(first, bytes) and not (span and span.begin) and (problem := compressed(first)):
+                yield problem
                 return
-            raw = iter(lambda: file.read(CHUNK_BYTES), b"")
-            yield from _unpacked(raw, FRAMES[path.suffix]) if path.suffix in FRAMES else raw
+            yield first
+            yield from content
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -127,7 +154,8 @@ def lines(
 
     for chunk in chunks(path, span):
         if isinstance(chunk, ReadError):
-            yield number, ReadError(chunk.reason, number, f"{chunk.what} (line {number} is incomplete)")
+            what = chunk.what if chunk.reason == "compressed" else f"{chunk.what} (line {number} is incomplete)"
+            yield number, replace(chunk, value=number, what=what)
             return
         start = 0
         while end := chunk.find(b"\n", start) + 1:

@@ -330,7 +330,7 @@ def is_fault(reason: str) -> bool:
     return reason not in EXPECTED and not reason.startswith("accept.")
 
 
-OF_FILES = ("torn", "no_rows", "not_warc", "no_column")
+OF_FILES = ("torn", "no_rows", "not_warc", "no_column", "compressed")
 """What is wrong with a file of many documents, more of which may be lost."""
 OF_DOCUMENTS = ("too_long", "bomb", "too_deep")
 """What is wrong with one document, also where it is a file of its own."""
@@ -433,14 +433,15 @@ def _rows(
 ) -> Iterator[tuple[int, rows.RowOrError]]:
     if form == "jsonl":
         return rows.jsonl(path, source.max_document_bytes, span)
-    if form != "parquet":
-        return rows.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes)
     asked = [name for _, name in _template(source.template) if name] if source.template else [source.text_field]
     asked += [source.id_field] if source.id_field and source.needs_id else []
     asked += [source.best.field] if source.best else []
     looked_at = [one.field for one in source.accept if isinstance(one, FieldIs)]
     looked_at += [name for name in (source.id_field, source.domain_field) if name and name not in asked]
-    return rows.parquet(path, asked, (source.url_field, source.license_field, *looked_at))
+    looked_at += [source.url_field, source.license_field]
+    if form == "parquet":
+        return rows.parquet(path, asked, looked_at)
+    return rows.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes, asked, looked_at)
 
 
 def _row_item(source: TableSource, name: str, row: rows.RowOrError, where: str, url: str | None) -> DocumentItem:

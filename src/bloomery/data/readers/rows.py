@@ -110,10 +110,10 @@ def jsonl(
             continue
         if line.isspace():
             continue
-        row = _object(line, number)
-        if isinstance(row, ReadError) and row.reason == "not_json" and not line.endswith(b"\n"):
-            row = ReadError("torn", row.value, f"{row.what}; it is the last line and incomplete: the file was cut off")
-        yield number, row
+        yield number, _object(line, number)
+
+
+ONE_LINE = "Write each object on a line of its own. The program jq does this with -c '.', or with -c '.[]' for a list."
 
 
 def _object(line: bytes, number: int) -> RowOrError:
@@ -125,9 +125,13 @@ def _object(line: bytes, number: int) -> RowOrError:
         what = f"line {number}, byte {error.start}, holds 0x{line[error.start]:02x}, which is not UTF-8"
         return ReadError("not_utf8", number, what, UNMARKED)
     except (ValueError, RecursionError) as error:
-        return ReadError("not_json", number, f"line {number} is not JSON ({error})")
+        what = f"line {number} is not JSON ({error})"
+        if line.endswith(b"\n") or str(error).startswith("Extra data"):
+            return ReadError("not_json", number, what, ONE_LINE)
+        return ReadError("torn", number, f"{what}; it is the last line and incomplete: the file was cut off")
     if not isinstance(value, dict):
-        return ReadError("not_json", number, f"line {number} holds {type(value).__name__} instead of an object")
+        what = f"line {number} holds {type(value).__name__} instead of an object"
+        return ReadError("not_json", number, what, ONE_LINE)
     return value
 
 
@@ -266,13 +270,16 @@ def _cell(scalar: "pa.Scalar") -> Any:
         return ReadError("bad_cell", 0, f"a {scalar.type} in it cannot be read: {error}")
 
 
-def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
+def delimited(
+    path: Path, delimiter: str, max_bytes: int, columns: Sequence[str] = (), optional: Sequence[str] = ()
+) -> Iterator[tuple[int, RowOrError]]:
     """
     Line number (from 1) and fields by name of every row of a .csv or .tsv file (.gz, .zst); its first row names them.
 
     RFC 4180, strictly. A quote that is not closed or stands where none may is a problem `not_csv` of its row. So is a
     row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole is
-    `torn`. Raises DataError where the file cannot be opened.
+    `torn`. A file that lacks one of `columns`, or has two of that name or of an `optional` name, is one problem,
+    `no_column`. Raises DataError where the file cannot be opened.
     """
     feed = _Feed(path, max_bytes)
     names: list[str] | None = None
@@ -291,9 +298,19 @@ def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int,
         else:
             if cells and names is None:
                 names = cells
+                if isinstance(selected := _wanted(names, columns, optional), ReadError):
+                    yield feed.began, replace(selected, hint=_other_delimiter(names, delimiter))
+                    return
             elif cells and names is not None:
                 yield feed.began, _named(names, cells, feed.began)
         feed.next_row()
+
+
+def _other_delimiter(names: list[str], delimiter: str) -> str:
+    """A hint for a table whose only name holds what other programs put between names."""
+    other = next((one for one in (";", "\t", ",", "|") if one in names[0]), None) if len(names) == 1 else None
+    between = f"The first row seems to have {other!r} between its names, but {delimiter!r} is read"
+    return "" if other is None else f"{between}. A .tsv file has tabs, and a .csv file commas: convert the file."
 
 
 def _named(names: list[str], cells: list[str], line: int) -> RowOrError:

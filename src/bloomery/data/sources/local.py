@@ -11,6 +11,7 @@ import glob
 import hashlib
 import math
 import os
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -231,9 +232,21 @@ def digest(source: DocumentSource) -> str:
         files = stdlib.files(source.exclude) + reference
     else:
         files = files_of(source)
-    return core_io.sha256_bytes(
-        core_io.canonical([(n, path.stat().st_size, core_io.sha256_file(path)) for n, path in files])
-    )
+    return core_io.sha256_bytes(core_io.canonical([(name, _size(path), _sha256(path)) for name, path in files]))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return core_io.sha256_file(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def _form(source: Files, name: str) -> readers_read.FileFormat | None:
@@ -253,7 +266,8 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     path = source.path.expanduser()
     if isinstance(source, Folder):
         if not os.path.isdir(path):
-            raise DataError("is not a folder", where=str(path), hint=f"Set path of source {source.name!r} to a folder.")
+            hint = _of_variables(path) or f"Set path of source {source.name!r} to a folder."
+            raise DataError("is not a folder", where=str(path), hint=hint)
         return _in_folder(path, source.patterns, recursive=source.recursive)
     if os.path.isdir(path) and isinstance(source, AnyFiles):
         return _in_folder(path, ("*",))
@@ -268,20 +282,34 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     matches = sorted(file for file in _matching(path, fixed) if not core_io.kernel(file))
     if not matches:
         near = ", ".join(sorted(p.name for p in fixed.glob("*"))[:5]) or "nothing, or it does not exist"
-        raise DataError("no such file", where=str(path), hint=f"{fixed} holds: {near}.")
+        raise DataError("no such file", where=str(path), hint=_of_variables(path) or f"{fixed} holds: {near}.")
     return [(_name(file.relative_to(fixed)), file) for file in matches]
+
+
+def _of_variables(path: Path) -> str:
+    """The hint for a path that names a variable of the shell, or ""."""
+    name = re.search(r"\$\w+|\$\{\w+\}", str(path))
+    return f"Write the value of {name[0]}: only ~ is expanded in a path." if name else ""
 
 
 def _matching(path: Path, fixed: Path) -> Iterator[Path]:
     """The files that a path with wildcards names, as `glob` finds them; `fixed` is what it has before them."""
     if "**" not in path.parts:
-        yield from (Path(name) for name in glob.iglob(str(path)) if os.path.isfile(name))
+        yield from (file for file in map(Path, glob.iglob(str(path))) if _is_file(file))
         return
     pattern = path.relative_to(fixed).parts
     for file in core_io.below(fixed, follow=True) if os.path.isdir(fixed) else ():
         parts = file.relative_to(fixed).parts
-        if _fits(parts, pattern) and not any(part.startswith(".") for part in parts):
+        if _fits(parts, pattern) and not any(part.startswith(".") for part in parts) and _is_file(file):
             yield file
+
+
+def _is_file(path: Path) -> bool:
+    """Raises DataError for a link to nothing, behind which a document may be missing. Locks of Emacs are such links."""
+    if core_io.dangling(path) and not path.name.startswith(".#"):
+        hint = "Restore the file or remove the link."
+        raise DataError("is a link to a file that does not exist", where=str(path), hint=hint)
+    return path.is_file()
 
 
 def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
@@ -289,7 +317,7 @@ def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -
     kept = []
     for file in core_io.below(path):
         parts = file.relative_to(path).parts
-        if any(_fits(parts, pattern) for pattern in split_patterns):
+        if any(_fits(parts, pattern) for pattern in split_patterns) and _is_file(file):
             kept.append((_name(file.relative_to(path)), file))
     if not kept:
         shown = ", ".join(patterns)
@@ -338,7 +366,7 @@ def _sampled(source: SourceBase, members: Sequence[Member]) -> Sequence[Member]:
 def _splits(source: Files, name: str, path: Path) -> bool:
     """Whether a file is read in spans."""
     form = _form(source, name) or readers_read.format_of(name)
-    return form == "jsonl" and path.suffix not in readers_bytes.FRAMES and path.stat().st_size >= 2 * SPLIT_BYTES
+    return form == "jsonl" and path.suffix not in readers_bytes.FRAMES and _size(path) >= 2 * SPLIT_BYTES
 
 
 def _grouped(members: Iterable[Member], split: Container[str] = ()) -> Iterator[SourceChunk]:
@@ -354,7 +382,7 @@ def _grouped(members: Iterable[Member], split: Container[str] = ()) -> Iterator[
                 yield SourceChunk(f"{name}:{span.first}", ((name, str(path)),), span.end - span.begin, span)
             continue
         held.append((name, str(path or "")))
-        size += path.stat().st_size if path else 0
+        size += _size(path) if path else 0
         if size >= GROUP_BYTES or len(held) >= GROUP_FILES:
             yield SourceChunk(held[0][0], tuple(held), size)
             held, size = [], 0
