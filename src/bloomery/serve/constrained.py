@@ -108,7 +108,7 @@ class _Intersections:
         self._known: dict[str, float] = {}
 
     def work(self, schema: object) -> float:
-        """The logarithm of the largest product of lengths at one place, or more: members of allOf count together."""
+        """The logarithm of the lengths that count together, multiplied: those of all members of allOf, the largest else."""
         if isinstance(schema, list):
             return max(map(self.work, schema), default=0.0)
         if not isinstance(schema, dict):
