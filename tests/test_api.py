@@ -179,18 +179,18 @@ def test_an_option_that_would_be_ignored_is_an_error(loaded: bloomery.Model, nam
 def test_arguments_of_a_wrong_type_are_errors_that_show_them(loaded: bloomery.Model) -> None:
     wrong: Any
     for wrong in ([1.5], ["1"], [True], b"ab", 3, None, [[1]]):
-        with pytest.raises(DataError, match="^logits: must be a text or a list of token IDs, got "):
+        with pytest.raises(DataError, match=r"^logits: must be a text or a list of token IDs, got "):
             loaded.logits(wrong)
-    with pytest.raises(DataError, match="^logits: the text holds half a surrogate pair at character 1"):
+    with pytest.raises(DataError, match=r"^logits: the text holds half a surrogate pair at character 1"):
         loaded.logits("a\ud800")
     for wrong in (None, 5, {"role": "user", "content": "Hi"}):
-        with pytest.raises(DataError, match="^messages: must be a question or a list of messages, got "):
+        with pytest.raises(DataError, match=r"^messages: must be a question or a list of messages, got "):
             loaded.chat(wrong)
     for wrong in (None, 5, ["a"]):
-        with pytest.raises(DataError, match="^prompt: must be a text, got "):
+        with pytest.raises(DataError, match=r"^prompt: must be a text, got "):
             loaded.generate(wrong)
     wrong = "int3"
-    with pytest.raises(ConfigError, match="^dtype: 'int3' is not a number format"):
+    with pytest.raises(ConfigError, match=r"^dtype: 'int3' is not a number format"):
         bloomery.load("~nobody-here/model", dtype=wrong)
     with pytest.raises(BloomeryError, match="~nobody-here/model: does not exist"):
         bloomery.load("~nobody-here/model")

@@ -49,7 +49,8 @@ MAX_INTERSECTION = 10_000_000
 The product of the lengths of expressions that one text has to match together. With 60 alternatives each, three take
 0.6 s to compile, four more than 12 s, and fourteen short ones 8 s and 600 MB.
 """
-COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
+REFERENCES = ("$ref", "$dynamicRef")
+COMBINING = ("allOf", "anyOf", "oneOf", *REFERENCES)
 NO_CONSTRAINTS = ("$defs", "definitions", "enum", "const", "default", "examples")
 """Of a schema: what its references lead to, and values."""
 _LARK_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
@@ -84,7 +85,7 @@ def schema_form(schema: object, field: str) -> Form:
     source = json.dumps(schema)
     if len(source) > MAX_SCHEMA:
         raise DataError(f"the schema has {len(source):,} characters; {MAX_SCHEMA:,} are allowed", where=field)
-    if (count := sum(1 for key in _keys(schema) if key in ("$ref", "$dynamicRef"))) > MAX_DEFINITIONS:
+    if (count := sum(1 for key, _ in _items(schema) if key in REFERENCES)) > MAX_DEFINITIONS:
         raise DataError(f"the schema has {count:,} references; {MAX_DEFINITIONS} are allowed", where=field)
     _check_intersections(schema, field)
     _check_multiples(source, field)
@@ -104,11 +105,24 @@ class _Intersections:
     """
 
     def __init__(self, root: object) -> None:
-        self._root = root
-        self._known: dict[str, float] = {}
+        self._root, self._referred = root, dict[int, float]()
+        """The work of what references lead to. A reference back to what contains it adds nothing."""
+        waiting, begun = [*_references(root)], set[int]()
+        while waiting:  # with a list, because a chain of references may be longer than Python's stack
+            target = self._target(waiting[-1])
+            if id(target) not in begun:
+                begun.add(id(target))
+                waiting += _references(target)
+                continue
+            waiting.pop()
+            if id(target) not in self._referred:
+                self._referred[id(target)] = self.work(target)
 
     def work(self, schema: object) -> float:
-        """The logarithm of the lengths that count together, multiplied: those of all members of allOf, the largest else."""
+        """
+        The logarithm of the lengths that count together, multiplied: of allOf those of all members, of other keywords
+        the largest. `schema` may be a list of schemas.
+        """
         if isinstance(schema, list):
             return max(map(self.work, schema), default=0.0)
         if not isinstance(schema, dict):
@@ -121,23 +135,24 @@ class _Intersections:
         together = schema.get("allOf")
         inner += sum(map(self.work, together)) if isinstance(together, list) else 0.0
         inner += self.work(schema.get("anyOf")) + self.work(schema.get("oneOf"))
-        return inner + sum(self._referred(schema[key]) for key in ("$ref", "$dynamicRef") if key in schema)
+        references = [value for key in REFERENCES if isinstance(value := schema.get(key), str)]
+        return inner + sum(self._referred.get(id(self._target(one)), 0.0) for one in references)
 
     def _largest(self, named: object) -> float:
         """Of schemas by the names of properties, or their patterns."""
         return max(map(self.work, named.values()), default=0.0) if isinstance(named, dict) else 0.0
 
-    def _referred(self, reference: object) -> float:
-        """Of what a reference leads to; one that leads to itself adds nothing more."""
-        if not isinstance(reference, str) or reference in self._known:
-            return self._known.get(str(reference), 0.0)
-        self._known[reference] = 0.0
-        target: Any = self._root
+    def _target(self, reference: str) -> object:
+        """What a reference leads to: of its URL, the path behind # counts."""
+        target = self._root
         for step in reference.partition("#")[2].split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             target = target.get(name) if isinstance(target, dict) else _element(target, name)
-        self._known[reference] = self.work(target)
-        return self._known[reference]
+        return target
+
+
+def _references(schema: object) -> list[str]:
+    return [value for key, value in _items(schema) if key in REFERENCES and isinstance(value, str)]
 
 
 def _element(value: object, index: str) -> object:
@@ -211,13 +226,12 @@ def _bounded(kind: FormKind, source: str, field: str, most: int) -> Form:
     return Form(kind, source, field)
 
 
-def _keys(value: object) -> Iterator[str]:
-    """Every key of every object in JSON data."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _items(value: object) -> Iterator[tuple[str, object]]:
+    """Every key with its value of every object in JSON data."""
     if isinstance(value, dict):
-        yield from value
-    for element in inner:
-        yield from _keys(element)
+        yield from value.items()
+    for element in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _items(element)
 
 
 class _TokenTable:
