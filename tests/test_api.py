@@ -166,6 +166,38 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"name": "small", "make": {"number": 2}}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 2), ("response_format", {"type": "json_object"}), ("guided_regex", "a"), ("tools", []), ("logprobs", True)],
+)
+def test_an_option_that_would_be_ignored_is_an_error(loaded: bloomery.Model, name: str, value: Any) -> None:
+    options: Any = {name: value}
+    for ask in (loaded.chat, loaded.generate):
+        with pytest.raises(DataError, match=f"^{name}: is not an option of the Python API"):
+            ask("Hi", **options)
+
+
+def test_arguments_of_a_wrong_type_are_errors_that_show_them(loaded: bloomery.Model) -> None:
+    wrong: Any
+    for wrong in ([1.5], ["1"], [True], b"ab", 3, None, [[1]]):
+        with pytest.raises(DataError, match=r"^logits: must be a text or a list of token IDs, got "):
+            loaded.logits(wrong)
+    with pytest.raises(DataError, match=r"^logits: the text holds half a surrogate pair at character 1"):
+        loaded.logits("a\ud800")
+    for wrong in (None, 5, {"role": "user", "content": "Hi"}):
+        with pytest.raises(DataError, match=r"^messages: must be a question or a list of messages, got "):
+            loaded.chat(wrong)
+    for wrong in (None, 5, ["a"]):
+        with pytest.raises(DataError, match=r"^prompt: must be a text, got "):
+            loaded.generate(wrong)
+    wrong = "int3"
+    with pytest.raises(ConfigError, match=r"^dtype: 'int3' is not a number format"):
+        bloomery.load("~nobody-here/model", dtype=wrong)
+    with pytest.raises(BloomeryError, match="~nobody-here/model: does not exist"):
+        bloomery.load("~nobody-here/model")
+    assert loaded.logits(torch.tensor([1, 2])).shape == loaded.logits([1, 2]).shape
+
+
 def test_run_and_status_are_the_verbs(call: Call, small: dict[str, Any], tmp_path: Path) -> None:
     settings = {"make.number": 3, "double": {"number": 4}, "double.number": 5}
     made = bloomery.run(small, settings)

@@ -533,7 +533,7 @@ def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Pat
     """Else what a library writes to descriptor 2 lands in a checkpoint."""
     code = (
         "from bloomery.core import log; log.open_closed(); import os; f = open('a', 'w'); "
-        "os.write(2, b'noise'); os.write(1, b'noise'); f.write(str(f.fileno()))"
+        "os.write(2, b'noise'); os.write(1, b'noise'); f.write(str(f.fileno())); import sys; sys.stdin.read()"
     )
     subprocess.run(
         ["bash", "-c", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"], check=True, cwd=tmp_path

@@ -5,11 +5,13 @@ Functions import what they need when they are called, so that `import bloomery` 
 numpy, pyarrow or pydantic. Errors that a user can fix are BloomeryErrors: the value, where it is, and the fix.
 """
 
+import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from bloomery.core.errors import ConfigError, DataError, shorten
 
@@ -85,8 +87,10 @@ class Model:
 
         Raises DataError for an option outside its range, and for a prompt that fills the context.
         """
+        if not isinstance(prompt, str):
+            raise DataError(f"must be a text, got {shorten(repr(prompt))}", where="prompt")
         asked = self._checked([{"role": "user", "content": prompt}], options)
-        answer = self._answerer.continuation(asked.messages[0]["content"], asked.sampling)
+        answer = self._answerer.continuation(prompt, asked.sampling)
         return (piece.text for piece in answer.pieces if piece.text)
 
     @overload
@@ -114,6 +118,9 @@ class Model:
         Raises DataError for a message without role or content, an option outside its range, and a conversation that
         fills the context.
         """
+        if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+            what = f"must be a question or a list of messages, got {shorten(repr(messages))}"
+            raise DataError(what, where="messages", hint='For example [{"role": "user", "content": "Hello"}].')
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         asked = self._checked(conversation, options)
         pieces = self._answerer.answer(asked.messages, asked.sampling).pieces
@@ -128,10 +135,17 @@ class Model:
 
         Raises DataError for an empty list, a token ID outside the vocabulary, and more token IDs than the context.
         """
+        from bloomery.core.chat import bad_character
+
         import torch
 
         model, size = self._loaded.model, self.tokenizer.vocab_size
-        ids = self._loaded.language.text_ids(text) if isinstance(text, str) else [int(id) for id in text]
+        if isinstance(text, str):
+            if problem := bad_character(text, "the text"):
+                raise DataError(problem.what, where="logits", hint="Remove that character.")
+            ids = self._loaded.language.text_ids(text)
+        else:
+            ids = _whole_numbers(text)
         if wrong := [id for id in ids if not 0 <= id < size]:
             hint = f"Use token IDs from 0 to {size - 1:,}: encode the text with the model's tokenizer."
             raise DataError(f"there is no token ID {wrong[0]}", where="logits", hint=hint)
@@ -144,12 +158,28 @@ class Model:
         return logits
 
     def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "Asked":
+        from bloomery.core.chat import LIMITS
         from bloomery.serve import openai_api
 
+        known = {*LIMITS, "max_completion_tokens", "stop", "logit_bias"}
+        if unknown := next((name for name in options if name not in known), None):
+            hint = f"Options are {', '.join(sorted(known))}. The server supports more."
+            raise DataError("is not an option of the Python API", where=unknown, hint=hint)
         stop = options.get("stop")
         more = {"stop": list(stop)} if isinstance(stop, tuple) else {}
         body = {**options, **more, "model": self.name, "messages": messages}
         return openai_api.validated(openai_api.ChatRequest, body).asked()
+
+
+def _whole_numbers(values: Iterable[Any]) -> list[int]:
+    """Token IDs of a list, an array or a tensor. Raises DataError for what is no list of whole numbers."""
+    try:
+        if isinstance(values, bytes) or any(isinstance(value, bool) for value in values):
+            raise TypeError
+        return [operator.index(value) for value in values]
+    except TypeError:
+        what = f"must be a text or a list of token IDs, got {shorten(repr(values))}"
+        raise DataError(what, where="logits", hint="Encode the text with the model's tokenizer.") from None
 
 
 def load(model: PathText, *, device: "DeviceChoice" = "auto", dtype: "LoadFormat" = "auto") -> Model:
@@ -158,12 +188,17 @@ def load(model: PathText, *, device: "DeviceChoice" = "auto", dtype: "LoadFormat
     folder of Hugging Face, a GGUF file, or "hub:OWNER/NAME". `dtype` is the number format of the weights in memory.
     "auto" is the format of the file.
 
-    Raises CheckpointError if the model is missing or damaged, and HardwareError if the device is missing.
+    Raises CheckpointError if the model is missing or damaged, HardwareError if the device is missing, and ConfigError
+    for an unknown `dtype`.
     """
     from bloomery.hw import device as devices
     from bloomery.weights import hf, locate
+    from bloomery.weights.opened import LoadFormat
 
-    folder = locate.locate_model(Path(model).expanduser())
+    if dtype not in get_args(LoadFormat):
+        hint = f"Formats are {', '.join(get_args(LoadFormat))}."
+        raise ConfigError(f"{shorten(repr(dtype))} is not a number format", where="dtype", hint=hint)
+    folder = locate.locate_model(Path(os.path.expanduser(model)))
     return Model(str(model), hf.load(folder, devices.find(device).torch_device, dtype=dtype))
 
 

@@ -236,6 +236,17 @@ def test_a_conversation_that_cannot_be_answered_is_refused(messages: list[Any], 
         model.answer(messages, SamplingConfig())
 
 
+def test_no_message_of_the_system_is_left_out_wherever_it_stands() -> None:
+    model, scheduler = answerer([END], context=20)
+    talk: list[Any] = [("user", "a" * 9), ("system", "S"), ("assistant", "b"), ("user", "c" * 6), ("user", "d")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    answer = model.answer(messages, SamplingConfig(max_tokens=5), drops=True)
+    assert [*answer.texts] == []
+    assert scheduler.asked is not None
+    assert bytes(scheduler.asked.ids) == b"Sccccccd"
+    assert answer.dropped == 2
+
+
 tokens = st.lists(st.one_of(st.integers(0, 255), st.integers(1000, 1003), st.sampled_from([*"é€😀".encode()])))
 
 

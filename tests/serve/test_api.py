@@ -519,6 +519,17 @@ def test_texts_and_token_ids_are_continued_alike(site: Site) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == texts[0]
 
 
+def test_text_offsets_do_not_count_special_tokens_which_are_not_in_the_text(site: Site) -> None:
+    tokenizer = site.loaded.tokenizer
+    lamp = tokenizer.encode("The lamp")
+    ids = [min(tokenizer.special_ids), *lamp, max(tokenizer.special_ids), *tokenizer.encode(" é")]
+    (choice,) = site.post("/v1/completions", prompt=ids, max_tokens=0, echo=True, logprobs=0).json()["choices"]
+    offsets, text = choice["logprobs"]["text_offset"], choice["text"]
+    assert text == "The lamp é"
+    assert offsets[:2] == [0, 0]
+    assert offsets[1 + len(lamp) :][:2] == [len("The lamp")] * 2
+
+
 def test_an_echoed_prompt_has_the_logprobs_of_a_recomputed_forward_pass(site: Site) -> None:
     got = site.client.completions.create(model="chats", prompt="The lamp is on.", max_tokens=0, echo=True, logprobs=2)
     choice, ids = got.choices[0], site.loaded.language.text_ids("The lamp is on.")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bloomery.core import config
+from bloomery.core import config, log
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.log import about
 from bloomery.core.pipeline import StagePlan
@@ -138,6 +138,7 @@ class Talk:
         dropped: int = 0,
         words: Sequence[str] = (),
         failing: Sequence[str] = (),
+        sampling: SamplingConfig | None = None,
     ) -> None:
         """`failing` is what the first model says once there is a conversation."""
         self.heard: list[tuple[str, list[Message], SamplingConfig]] = []
@@ -150,7 +151,9 @@ class Talk:
             return line
 
         monkeypatch.setattr("builtins.input", read)
-        self.chat = terminal.TerminalChat(self.model("first"), lambda path: self.model(str(path)), SamplingConfig())
+        self.chat = terminal.TerminalChat(
+            self.model("first"), lambda path: self.model(str(path)), sampling or SamplingConfig()
+        )
         self.chat.run()
 
     def model(self, name: str) -> terminal.Asks:
@@ -200,6 +203,42 @@ def test_commands_change_what_is_asked_and_who_answers(monkeypatch: pytest.Monke
     assert [message["content"] for message in more] == ["Be brief.", "a", "first said", "b"]
     assert sampling.temperature == 0
     assert last == [{"role": "user", "content": "c"}]
+
+
+def test_a_temperature_leaves_the_other_settings_that_the_model_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(monkeypatch, "a", "/temperature 0.5", "b", sampling=SamplingConfig.of({}))
+    before, after = (sampling.recommended({"temperature": 0.2, "top_p": 0.9}) for _, _, sampling in talk.heard)
+    assert (before.temperature, after.temperature, after.top_p) == (0.2, 0.5, 0.9)
+
+
+def test_bytes_that_are_not_utf_8_and_names_that_cannot_be_written_end_no_chat(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    talk = Talk(monkeypatch, f"/save {file}", "/system caf\udce9", "a", f"/save {file}", f"/save {tmp_path}/a\0b")
+    assert talk.contents == [["a"]], "the system message was refused"
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 1, "nothing was saved before the first message"
+    said = capsys.readouterr().err
+    assert "/system: holds bytes that are not UTF-8, at character 3" in said
+    assert said.count("cannot be written: embedded null byte") == 1
+    assert "/save: the conversation has no message yet" in said
+
+
+def test_the_home_folder_can_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    talk = Talk(monkeypatch, "/model ~/other", "a", "/save ~/talk.jsonl", "/save ~nobody-here/x")
+    assert [name for name, _, _ in talk.heard] == [f"{tmp_path}/other"]
+    assert (tmp_path / "talk.jsonl").is_file()
+
+
+@pytest.mark.parametrize("line", ["/temperature 1", "a"])
+def test_an_output_that_cannot_be_written_ends_the_chat(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise log.OutputError("cannot be written", where="standard output")
+
+    monkeypatch.setattr(log, "print_pieces" if line == "a" else "info", refuse)
+    with pytest.raises(log.OutputError):
+        Talk(monkeypatch, line)
 
 
 def test_a_conversation_is_saved_as_lines_of_json(

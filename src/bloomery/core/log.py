@@ -193,6 +193,8 @@ def open_closed() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # which takes the lowest number that is free
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8")
     if sys.stdout is None:
         sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8")
     if sys.stderr is None:

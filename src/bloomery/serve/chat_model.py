@@ -88,6 +88,8 @@ class TokenScore(NamedTuple):
     logprob: float | None
     """None for a first token, which nothing comes before."""
     top: tuple[tuple[bytes, float], ...] = ()
+    is_special: bool = False
+    """Whether `token` is the name of a special token, which is not in the text."""
 
 
 @dataclass(frozen=True)
@@ -364,11 +366,11 @@ class TextAnswerer:
         while low < high:  # of the beginnings from which the conversation fits, the earliest
             middle = (low + high) // 2
             try:
-                self._rendered(renderer, (*messages[:first], *messages[begins[middle] :]), asked, room)
+                self._rendered(renderer, _without_oldest(messages, begins[middle]), asked, room)
                 high = middle
             except TooLongError:
                 low = middle + 1
-        kept = (*messages[:first], *messages[begins[low] :])
+        kept = _without_oldest(messages, begins[low])
         return self._rendered(renderer, kept, asked, self.words.context), len(messages) - len(kept)
 
     def _rendered(
@@ -453,7 +455,7 @@ class TextAnswerer:
         assert self._engine is not None
         model, size = self._engine.model, self._engine.num_ids
         hidden = model(torch.tensor([list(ids)], device=model.embed.weight.device))[:, :-1]
-        scores = [TokenScore(self.token(ids[0]), None)]
+        scores = [TokenScore(self.token(ids[0]), None, (), ids[0] in self.special_names)]
         for begin in range(0, hidden.shape[1], SCORED):
             logits = model.logits(hidden[:, begin : begin + SCORED])[0, :, :size].float()
             chances = torch.log_softmax(logits, dim=-1)
@@ -461,7 +463,8 @@ class TextAnswerer:
             for row, id in enumerate(ids[begin + 1 : begin + 1 + SCORED]):
                 pairs = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
                 likeliest = tuple((self.token(other), value) for other, value in pairs)
-                scores.append(TokenScore(self.token(id), float(chances[row, id]), likeliest))
+                special = id in self.special_names
+                scores.append(TokenScore(self.token(id), float(chances[row, id]), likeliest, special))
         return scores
 
     def facts(self) -> dict[str, Any]:
@@ -589,7 +592,8 @@ class ChoiceStream:
                 return chunks
             if token.logprob is not None:
                 top = tuple((self._model.token(id), logprob) for id, logprob in token.top)
-                score = TokenScore(self._model.token(token.id), token.logprob, top)
+                special = token.id in self._model.special_names
+                score = TokenScore(self._model.token(token.id), token.logprob, top, special)
                 self._held.append((self._text.num_decoded, score))
             shown = self._text.add(self._bytes(token.id))
             if self._text.stopped:
@@ -677,6 +681,11 @@ class AnswerStreams:
             "predicted_ms": 1000 * answer,
             **rates,
         }
+
+
+def _without_oldest(messages: Sequence[Message], begin: int) -> tuple[Message, ...]:
+    """The messages from `begin` on, and those of the system before."""
+    return tuple(one for at, one in enumerate(messages) if at >= begin or one["role"] == "system")
 
 
 def check_conversation(messages: Sequence[Message]) -> None:

@@ -18,10 +18,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import llguidance
 import numpy as np
@@ -42,6 +44,17 @@ MAX_DEFINITIONS = 200
 """References of a schema, and rules of a grammar. The compiler takes 500 of them with a stack of 8 MiB."""
 MAX_REMAINDERS, MAX_DECIMALS, MAX_DIGITS = 50_000, 20, 40
 """Of the multiples that a schema asks for: states of its compiled form, decimal places of one, and its characters."""
+MAX_INTERSECTION = 10_000_000
+"""
+The product of the lengths of expressions that one text has to match together. With 60 alternatives each, three take
+0.6 s to compile, four more than 12 s, and fourteen short ones 8 s and 600 MB.
+"""
+REFERENCES = ("$ref", "$dynamicRef")
+COMBINING = ("allOf", "anyOf", "oneOf", *REFERENCES)
+NO_CONSTRAINTS = ("$defs", "definitions", "enum", "const", "default", "examples")
+"""Of a schema: what its references lead to, and values."""
+_LARK_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Texts, comments and expressions of a grammar."""
 STACK_BYTES = 64 * 2**20
 STACK_LOCK = threading.Lock()
 MAX_KEPT_FORMS = 32
@@ -72,10 +85,78 @@ def schema_form(schema: object, field: str) -> Form:
     source = json.dumps(schema)
     if len(source) > MAX_SCHEMA:
         raise DataError(f"the schema has {len(source):,} characters; {MAX_SCHEMA:,} are allowed", where=field)
-    if (count := sum(1 for key in _keys(schema) if key in ("$ref", "$dynamicRef"))) > MAX_DEFINITIONS:
+    if (count := sum(1 for key, _ in _items(schema) if key in REFERENCES)) > MAX_DEFINITIONS:
         raise DataError(f"the schema has {count:,} references; {MAX_DEFINITIONS} are allowed", where=field)
+    _check_intersections(schema, field)
     _check_multiples(source, field)
     return Form("json_schema", source, field)
+
+
+def _check_intersections(schema: object, field: str) -> None:
+    if _Intersections(schema).work(schema) > math.log(MAX_INTERSECTION):
+        what = "one text of the schema has to match too many patterns at once, or too long ones"
+        raise DataError(what, where=field, hint="Combine them into one pattern, or remove some from allOf.")
+
+
+class _Intersections:
+    """
+    The work to compile the patterns of a schema that one text has to match together. It grows with the product of
+    their lengths, in time and memory, and no limit of the compiler ends it.
+    """
+
+    def __init__(self, root: object) -> None:
+        self._root, self._referred = root, dict[int, float]()
+        """The work of what references lead to. A reference back to what contains it adds nothing."""
+        waiting, begun = [*_references(root)], set[int]()
+        while waiting:  # with a list, because a chain of references may be longer than Python's stack
+            target = self._target(waiting[-1])
+            if id(target) not in begun:
+                begun.add(id(target))
+                waiting += _references(target)
+                continue
+            waiting.pop()
+            if id(target) not in self._referred:
+                self._referred[id(target)] = self.work(target)
+
+    def work(self, schema: object) -> float:
+        """
+        The logarithm of the lengths that count together, multiplied: of allOf those of all members, of other keywords
+        the largest. `schema` may be a list of schemas.
+        """
+        if isinstance(schema, list):
+            return max(map(self.work, schema), default=0.0)
+        if not isinstance(schema, dict):
+            return 0.0
+        texts = [value for key in ("pattern", "format") if isinstance(value := schema.get(key), str)]
+        own = sum(math.log(max(2, len(text))) for text in texts) + math.log(2) * ("minLength" in schema)
+        below = {name: self._largest(schema.get(name)) for name in ("properties", "patternProperties")}
+        others = [value for key, value in schema.items() if key not in (*below, *COMBINING, *NO_CONSTRAINTS)]
+        inner = max(own, sum(below.values()), self.work(others))
+        together = schema.get("allOf")
+        inner += sum(map(self.work, together)) if isinstance(together, list) else 0.0
+        inner += self.work(schema.get("anyOf")) + self.work(schema.get("oneOf"))
+        references = [value for key in REFERENCES if isinstance(value := schema.get(key), str)]
+        return inner + sum(self._referred.get(id(self._target(one)), 0.0) for one in references)
+
+    def _largest(self, named: object) -> float:
+        """Of schemas by the names of properties, or their patterns."""
+        return max(map(self.work, named.values()), default=0.0) if isinstance(named, dict) else 0.0
+
+    def _target(self, reference: str) -> object:
+        """What a reference leads to: of its URL, the path behind # counts."""
+        target = self._root
+        for step in reference.partition("#")[2].split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, dict) else _element(target, name)
+        return target
+
+
+def _references(schema: object) -> list[str]:
+    return [value for key, value in _items(schema) if key in REFERENCES and isinstance(value, str)]
+
+
+def _element(value: object, index: str) -> object:
+    return value[int(index)] if isinstance(value, list) and index.isdecimal() and int(index) < len(value) else None
 
 
 def _check_multiples(source: str, field: str) -> None:
@@ -128,6 +209,13 @@ def grammar_form(grammar: str, field: str) -> Form:
     if (count := grammar.count(":")) > MAX_DEFINITIONS:
         raise DataError(f"the grammar has {count:,} colons; {MAX_DEFINITIONS} are allowed", where=field)
     form = _bounded("grammar", grammar, field, MAX_GRAMMAR)
+    parts = _LARK_QUOTED.sub("", grammar).count("&") + 1
+    if parts > 1 and parts * math.log(max(2, len(grammar) / parts)) > math.log(MAX_INTERSECTION):
+        what = f"its {parts - 1} intersections (&) may take too much work"
+        raise DataError(what, where=field, hint="Use fewer of them, or a shorter grammar.")
+    for begin in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # the compiler says what is wrong with it
+            _check_intersections(json.JSONDecoder().raw_decode(grammar, begin.end())[0], field)
     _check_multiples(grammar, field)  # of schemas in it
     return form
 
@@ -138,13 +226,12 @@ def _bounded(kind: FormKind, source: str, field: str, most: int) -> Form:
     return Form(kind, source, field)
 
 
-def _keys(value: object) -> Iterator[str]:
-    """Every key of every object in JSON data."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _items(value: object) -> Iterator[tuple[str, object]]:
+    """Every key with its value of every object in JSON data."""
     if isinstance(value, dict):
-        yield from value
-    for element in inner:
-        yield from _keys(element)
+        yield from value.items()
+    for element in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _items(element)
 
 
 class _TokenTable:
@@ -248,7 +335,11 @@ class FormConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            what = f"an answer of this form takes too much work: {shorten(self._matcher.get_error())}"
+            error = self._matcher.get_error()
+            if "NoExtension" in error:
+                what = "no text has this form, or the model has no token for the next part of it"
+                raise DataError(what, where=self._form.field, hint="Loosen it, and check references to itself.")
+            what = f"an answer of this form takes too much work: {shorten(error)}"
             raise DataError(what, where=self._form.field, hint="Simplify it.")
 
 
@@ -339,6 +430,7 @@ class ToolFormat:
         while brace >= 0:
             try:
                 value, end = decoder.raw_decode(text, brace)
+                value = _sendable(value)
             except (ValueError, RecursionError):
                 break
             arguments = value.get(self.arguments, value.get("arguments", {}))
@@ -359,7 +451,10 @@ class ToolFormat:
         choices = []
         for index, tool in enumerate(tools):
             function, at = tool["function"], f"#/anyOf/{index}/properties/{self.arguments}"
-            parameters = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+            parameters = function.get("parameters") or {}
+            is_closed = not parameters.keys() & {*COMBINING}  # their properties would not be allowed
+            closed = {"additionalProperties": False} if is_closed else {}
+            parameters = {**closed, **parameters, "type": "object"}
             properties = {"name": {"const": function["name"]}, self.arguments: _moved(parameters, at)}
             choice = {"type": "object", "properties": properties, "required": ["name", self.arguments]}
             choices.append({**choice, "additionalProperties": False})
@@ -458,6 +553,15 @@ class TextStream:
 def overlap(text: str, mark: str) -> int:
     """The length of the longest end of `text` that begins `mark` without being all of it."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _sendable(value: Any) -> Any:
+    """
+    JSON data that UTF-8 can hold: U+FFFD replaces half a surrogate pair, which an escape may spell. Raises ValueError
+    for NaN and infinite numbers, which JSON lacks.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:

@@ -164,6 +164,7 @@ def _calls(value: object, where: str) -> list[dict[str, Any]]:
         _check_characters(call, f"{where}.{number}")
         if not isinstance(arguments, dict):
             raise DataError(f"is not an object: {_shown(arguments)}", where=f"{where}.{number}.function.arguments")
+        _check_characters(arguments, f"{where}.{number}.function.arguments")
         named = {"name": function["name"], "arguments": arguments}
         calls.append({"id": str(call.get("id", "")), "type": "function", "function": named})
     return calls
@@ -422,6 +423,10 @@ def _check_tool(tool: object, where: str) -> None:
         raise DataError(what, where=f"{where}.function.name")
     if not isinstance(function.get("parameters") or {}, dict):
         raise DataError(f"is not a JSON Schema: {_shown(function['parameters'])}", where=f"{where}.function.parameters")
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        what = f"must be object, got {_shown(kind)}"
+        raise DataError(what, where=f"{where}.function.parameters.type", hint="Arguments of a call have names.")
 
 
 class ResponsesRequest(WireRequest):

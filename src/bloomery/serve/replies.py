@@ -206,7 +206,8 @@ class CompletionReply(_Choices):
             offsets = []
             for score in scores:
                 offsets.append(self._offsets.get(index, 0))
-                self._offsets[index] = offsets[-1] + sum(byte & 0xC0 != 0x80 for byte in score.token)
+                in_text = b"" if score.is_special else score.token
+                self._offsets[index] = offsets[-1] + sum(byte & 0xC0 != 0x80 for byte in in_text)
             logprobs = {
                 "tokens": [_token_text(score.token) for score in scores],
                 "token_logprobs": [score.logprob for score in scores],

@@ -8,6 +8,7 @@ statistics in the manifest of a stage. A key that an older manifest lacks leaves
 
 import importlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -24,7 +25,7 @@ from rich.text import Text
 from typing_extensions import TypedDict
 
 from bloomery.core import log
-from bloomery.core.chat import LIMITS, Message, SamplingConfig
+from bloomery.core.chat import LIMITS, Message, SamplingConfig, lone_surrogate
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
@@ -508,6 +509,8 @@ class TerminalChat:
                     return
                 lines = []
                 self._obey(text)
+            except log.OutputError:  # nobody can read the rest
+                raise
             except BloomeryError as error:
                 log.info(str(error))
             except KeyboardInterrupt:
@@ -542,6 +545,8 @@ class TerminalChat:
             if not said:
                 self._take_back(text)
                 return
+        except log.OutputError:
+            raise
         except BloomeryError as error:
             if said:
                 print()
@@ -567,6 +572,9 @@ class TerminalChat:
             case "help":
                 print(CHAT_HELP)
             case "system":
+                if (at := lone_surrogate(value)) is not None:
+                    what = f"holds bytes that are not UTF-8, at character {at}"
+                    raise ConfigError(what, where="/system", hint="Use a terminal or a file in UTF-8.")
                 self._system = value
                 log.info("(the system message is set)" if value else "(no system message)", "dim")
             case "reset":
@@ -582,13 +590,14 @@ class TerminalChat:
             case "again":
                 raise ConfigError("every message has an answer", where="/again", hint="Type the message again.")
             case "model" if value:
-                self._ask = self._load(Path(value))
+                self._ask = self._load(Path(os.path.expanduser(value)))
                 log.info(f"({value} answers from here on)", "dim")
             case "temperature":
-                self.sampling = replace(self.sampling, **temperature(value))
+                unset = self.sampling.unset - {"temperature"}  # what else the model recommends still holds
+                self.sampling = replace(self.sampling, temperature=temperature(value), unset=unset)
                 log.info(f"(temperature {self.sampling.temperature:g})", "dim")
             case "save" if value:
-                self._save(Path(value))
+                self._save(Path(os.path.expanduser(value)))
             case "model" | "save":
                 raise ConfigError("needs a value", where=f"/{name}", hint="/help shows its syntax.")
             case _:
@@ -599,16 +608,19 @@ class TerminalChat:
         log.info(f"({what})", "dim")
 
     def _save(self, file: Path) -> None:
+        if not self.messages:
+            raise ConfigError("the conversation has no message yet", where="/save", hint="Ask something first.")
         try:
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"messages": self._opening + self.messages}, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot be written: {error.strerror or error}", where=str(file)) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            what = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+            raise ConfigError(what, where=str(file), hint="Name a file in a folder that exists.") from None
         log.info(f"({counted(len(self.messages), 'message')} appended to {file})", "dim")
 
 
-def temperature(value: str) -> dict[str, Any]:
-    """A temperature as fields of a SamplingConfig. Raises ConfigError for what is no number within the limits."""
+def temperature(value: str) -> float:
+    """Raises ConfigError for what is no number within the limits."""
     low, high = LIMITS["temperature"]
     try:
         number = float(value)
@@ -616,7 +628,7 @@ def temperature(value: str) -> dict[str, Any]:
         number = -1.0
     if not low <= number <= high:
         raise ConfigError(f"{value!r} is not a number from {low:g} to {high:g}", where="/temperature")
-    return {"temperature": number, "unset": frozenset()}
+    return number
 
 
 def _input(prompt: str) -> str:
