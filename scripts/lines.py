@@ -21,8 +21,8 @@ BUDGET = {
     "train": 10_260,
     "generate": 2_020,
     "evaluation": 4_760,
-    "serve": 3_760,
-    "stages": 6_220,
+    "serve": 3_900,
+    "stages": 6_240,
 }
 
 

@@ -61,7 +61,7 @@ print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name],
 MOST = {
     "gradients of a batch and an update": (GRADIENTS, 35),
     "the trainer, and a step": (TRAINER, 35),
-    "a recipe": (RECIPE, 56),
+    "a recipe": (RECIPE, 57),
     "a chat": (CHAT, 40),
 }
 """

@@ -80,7 +80,12 @@ def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_p
 @pytest.mark.slow
 def test_adapters_on_an_nf4_base_over_a_mesh_learn_what_one_process_learns(tmp_path: Path) -> None:
     """Each rank keeps only its part of what it reads."""
-    settings = ["finetune.dry_run=false", "finetune.log_every=1", 'finetune.device="cpu"']
+    settings = [
+        "finetune.dry_run=false",
+        "finetune.log_every=1",
+        'finetune.device="cpu"',
+        'finetune.precision="float32"',
+    ]
     recipe = config.load(Recipe, recipe_of(tmp_path / "theirs"), settings)
     plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
     pipeline.execute(plans, until="finetune")
