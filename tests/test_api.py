@@ -195,7 +195,7 @@ def test_arguments_of_a_wrong_type_are_errors_that_show_them(loaded: bloomery.Mo
         bloomery.load("~nobody-here/model", dtype=wrong)
     with pytest.raises(BloomeryError, match="~nobody-here/model: does not exist"):
         bloomery.load("~nobody-here/model")
-    assert loaded.logits(torch.tensor([1, 2])).shape == loaded.logits([1, 2]).shape
+    assert loaded.logits(torch.tensor([1, 2])).shape == loaded.logits([1, 2]).shape  # type: ignore[arg-type]
 
 
 def test_run_and_status_are_the_verbs(call: Call, small: dict[str, Any], tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_no_message_of_the_system_is_left_out_wherever_it_stands() -> None:
     model, scheduler = answerer([END], context=20)
     talk: list[Any] = [("user", "a" * 9), ("system", "S"), ("assistant", "b"), ("user", "c" * 6), ("user", "d")]
     messages = [{"role": role, "content": content} for role, content in talk]
-    answer = model.answer(messages, SamplingConfig(max_tokens=5), drops=True)
+    answer = model.answer(messages, SamplingConfig(max_tokens=5), drops=True)  # type: ignore[arg-type]
     assert [*answer.texts] == []
     assert scheduler.asked is not None
     assert bytes(scheduler.asked.ids) == b"Sccccccd"

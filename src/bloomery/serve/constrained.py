@@ -561,7 +561,7 @@ def _sendable(value: Any) -> Any:
     for NaN and infinite numbers, which JSON lacks.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    return json.JSONDecoder().decode(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
