@@ -4,7 +4,6 @@
 constexpr int64_t SPLIT = PANEL / LANES;          // vectors of a panel
 constexpr int64_t TOKENS = LANES == 16 ? 8 : 4;   // that are multiplied at once
 constexpr int64_t PANELS = 4;                     // of which are computed together where there is one token
-constexpr int64_t FEW = 2;                        // and where there are two, or all registers are needed
 constexpr int QUERIES = LANES == 4 ? 2 : LANES == 8 ? 6 : 12;  // that share what is read of a key or value
 constexpr int ANSWERS = LANES == 16 ? 24 : 12;                 // vectors of them that are computed together
 
@@ -262,21 +261,12 @@ INLINE int64_t panel_steps(const Matrix &m) {
     return m.format == IN_INT8 ? m.width / 2 : m.format == IN_INT4 ? m.width / 8 : m.width;
 }
 
-template <int P>
-INLINE void tokens_of(int64_t count, const Matrix &m, int64_t first, const float *const *x, float *const *y, Ahead ahead) {
-    if (count == TOKENS) tile<P, TOKENS>(m, first, x, y, ahead);
-    else if (count == 4) tile<P, 4>(m, first, x, y, ahead);
-    else if (count == 2) tile<P, 2>(m, first, x, y, ahead);
-    else tile<P, 1>(m, first, x, y, ahead);
-}
-
 // Panels begin … end of y for all tokens. Rows of x are x_stride numbers apart, and rows of y y_stride.
 void panels(const Matrix &m, int64_t begin, int64_t end, int64_t tokens, const float *x, int64_t x_stride, float *y,
             int64_t y_stride) {
     const float *from[TOKENS];
     float *to[TOKENS];
-    const int64_t bytes = panel_bytes(m);
-    const int64_t most = tokens == 1 ? PANELS : tokens == 2 || (false && tokens >= TOKENS) ? FEW : 1;
+    const int64_t bytes = panel_bytes(m), most = tokens == 1 ? PANELS : tokens == 2 ? 2 : 1;
     for (int64_t panel = begin, together; panel < end; panel += together) {
         together = panel + most <= end ? most : 1;
         const char *const next = (const char *)m.codes + (panel + together) * bytes;
@@ -285,9 +275,12 @@ void panels(const Matrix &m, int64_t begin, int64_t end, int64_t tokens, const f
             for (int64_t t = 0; t < count; t++) from[t] = x + (token + t) * x_stride, to[t] = y + (token + t) * y_stride;
             const int64_t share = bytes * together * count / tokens;  // of what comes next
             const Ahead ahead{next + bytes * together * token / tokens, share / panel_steps(m)};
-            if (together == PANELS) tile<PANELS, 1>(m, panel, from, to, ahead);
-            else if (together == FEW) tokens_of<FEW>(count, m, panel, from, to, ahead);
-            else tokens_of<1>(count, m, panel, from, to, ahead);
+            if (count == TOKENS) tile<1, TOKENS>(m, panel, from, to, ahead);
+            else if (count == 4) tile<1, 4>(m, panel, from, to, ahead);
+            else if (count == 2 && together == 2) tile<2, 2>(m, panel, from, to, ahead);
+            else if (count == 2) tile<1, 2>(m, panel, from, to, ahead);
+            else if (together == PANELS) tile<PANELS, 1>(m, panel, from, to, ahead);
+            else tile<1, 1>(m, panel, from, to, ahead);
         }
         if (m.bias)
             for (int64_t t = 0; t < tokens; t++)

@@ -12,10 +12,10 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from bloomery.core import io as core_io
 from bloomery.core.config import Between, DiskPath, Seed
@@ -31,6 +31,7 @@ from bloomery.data.sources.remote import Address, Elsewhere, Hub, PresetSource, 
 
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
 """How much of a folder of small files is one piece."""
+T = TypeVar("T")
 SPLIT_BYTES = 64 * 2**20
 """How much of a large file of lines is one piece."""
 WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
@@ -232,21 +233,20 @@ def digest(source: DocumentSource) -> str:
         files = stdlib.files(source.exclude) + reference
     else:
         files = files_of(source)
-    return core_io.sha256_bytes(core_io.canonical([(name, _size(path), _sha256(path)) for name, path in files]))
+    facts = [(name, _size(path), _of_file(core_io.sha256_file, path)) for name, path in files]
+    return core_io.sha256_bytes(core_io.canonical(facts))
+
+
+def _of_file(read: Callable[[Path], T], path: Path) -> T:
+    """What is read of a file. Raises DataError where it cannot be: it may have vanished after it was listed."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return core_io.sha256_file(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
+    return _of_file(os.path.getsize, path)
 
 
 def _form(source: Files, name: str) -> readers_read.FileFormat | None:
