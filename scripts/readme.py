@@ -49,7 +49,7 @@ def main() -> None:
 def changes(page: str, values: Mapping[str, str]) -> list[str]:
     """What is wrong with the marked numbers of the pages: each has the value of the results, and none is left out."""
     marks = {mark["name"]: mark["value"] for mark in MARKED.finditer(page)}
-    begun = re.findall(r"^<!-- =[a-z-]+", page, re.MULTILINE)
+    begun = re.findall(r"^[ \t]*<!-- =[a-z-]+", page, re.MULTILINE)
     return [f"{mark} begins a line, which ends a paragraph in Markdown: move it behind a word" for mark in begun] + [
         f"{name} is {marks.get(name, 'not there')!r}, and {values.get(name, 'not there')!r} by the results"
         for name in sorted({*marks, *values})

@@ -377,7 +377,7 @@ class Shard(Parallel):
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """
     Share of documents for validation, at most 0.1. A hash of their text selects them. The model never trains on them.
-    The tokenizer never learns from the tenth that the largest share would take, so another share does not train it again.
+    The tokenizer leaves out the tenth that the largest share would take, so another share does not train it again.
     """
     anneal: Anneal | None = None
     """A second mix, which `pretrain` reads at its end."""
