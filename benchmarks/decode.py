@@ -11,8 +11,9 @@ Bloomery's export writes, and llama.cpp its GGUF files, where llama-cpp-python i
 - answers: a prompt of 32 tokens, continued greedily by 48. `of_limit` is the share of the memory bandwidth: bytes of
   weights, times tokens per second, over the bytes per second that the same threads read in a sum over 512 MB.
 - prompts: the first token after a prompt of 1,024 tokens.
-- served: the scheduler answers 1 and 8 requests at once. It continues a conversation of 1,000 tokens by a turn of 20,
-  next to a prompt of 20 tokens alone. It answers a prompt that repeats itself with and without guessed tokens.
+- served: the scheduler answers 1 and 8 requests at once; the figures are of the tokens after the first of each answer,
+  and with their prompts. It continues a conversation of 1,000 tokens by a turn of 20, next to a prompt of 20 tokens
+  alone. It answers a prompt that repeats itself with and without guessed tokens.
 - adapters: four requests on four LoRA adapters of rank 16 on all matrices: in one batch against one after another. Next
   to it, an adapter's answer against one of the base alone.
 - small: tokens per second of a model with the shape of recipes/demo.toml.
@@ -107,6 +108,10 @@ def main() -> None:
     model, rounds = options.model or published(), 1 if options.quick else options.rounds
     figures: dict[str, dict[str, float]] = {}
     speeds: dict[str, dict[str, float]] = {}
+    small: dict[int, dict[str, float]] = {threads: {} for threads in options.threads}
+    for threads in options.threads if "small" in options.parts else ():  # before other programs have threads here
+        torch.set_num_threads(threads)
+        small[threads] = {f"small {form}: tokens per second": small_speed(form, rounds) for form in OURS[:2]}
     with tempfile.TemporaryDirectory() as folder:
         loaded = hf.load(model, dtype="float32")
         engines = {form: ours(loaded.model, loaded.tokenizer.vocab_size, form) for form in OURS}
@@ -140,8 +145,7 @@ def main() -> None:
                 for form in OURS[:2]:
                     found = adapters(engines[form], rounds, 8 if options.quick else NEW)
                     own |= {f"adapters {form}: {name}": value for name, value in found.items()}
-            if "small" in options.parts:
-                own |= {f"small {form}: tokens per second": small_speed(form, rounds) for form in OURS[:2]}
+            own |= small[threads]
             if "forms" in options.parts:
                 own["forms: share of the time"] = form_share(engines["int8"], loaded, rounds)
             figures[f"threads_{threads}"], speeds[f"threads_{threads}"] = rounded(own), rounded(speed)
@@ -314,9 +318,13 @@ def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[s
     prompts = [some_ids(PROMPT, seed) for seed in range(STREAMS)]
     found: dict[str, list[float]] = {}
     for number in range(rounds):
+        seconds = {
+            (some, tokens): new_answers(engine, prompts[:some], tokens)
+            for some in (1, STREAMS)
+            for tokens in (1, count)
+        }
+        step, step_of_all = ((seconds[some, count] - seconds[some, 1]) / (count - 1) for some in (1, STREAMS))
         with Scheduler(engine) as plain, Scheduler(engine, draft_tokens=DRAFT_TOKENS) as guessing:
-            alone = count / answered(plain, prompts[:1], count)[0]
-            together = STREAMS * count / answered(plain, prompts, count)[0]
             talk = some_ids(conversation, 100 + number)
             turn = some_ids(TURN, 200 + number)
             answered(plain, [talk], 1)
@@ -325,14 +333,21 @@ def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[s
             (slow, said), (fast, guessed) = (answered(one, [copied], 4 * count) for one in (plain, guessing))
             assert said == guessed, "guessed tokens changed the answer"
         row = {
-            "tokens per second of 1 stream": alone,
-            f"{STREAMS} streams over 1": together / alone,
+            "tokens per second of 1 stream": 1 / step,
+            f"{STREAMS} streams over 1": STREAMS * step / step_of_all,
+            f"{STREAMS} streams over 1, with prompts": STREAMS * seconds[1, count] / seconds[STREAMS, count],
             "second turn over its tokens alone": second / by_itself,
             "guessing ahead over not": slow / fast,
         }
         for name, value in row.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def new_answers(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float:
+    """Seconds of answers to prompts of which no key or value is kept."""
+    with Scheduler(engine) as scheduler:
+        return answered(scheduler, prompts, count)[0]
 
 
 def adapters(engine: Engine, rounds: int, count: int) -> dict[str, float]:

@@ -3,7 +3,7 @@ A model's weights, packed for decoding on the CPU, and steps over them by the co
 
 A step computes the next tokens of several sequences at once: one token of each, or a part of a prompt. The logits of a
 sequence do not depend on the other sequences, on the number of threads, or on how its prompt was split: their bits are
-the same. Weights in int8 and int4 are multiplied as integers by activations that are rounded to 16 bits, with a scale
+the same. Weights in int8 and int4 are multiplied as integers by activations that are rounded to 8 bits, with a scale
 for each 64 numbers; others are multiplied in float32. They are packed in one of these formats:
 
     float32, bfloat16
@@ -142,10 +142,11 @@ def _transposed(weight: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def _packed_int8(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Packed:
-    """Codes (R, D) and scales of rows in panels of pairs: (P, I/2, 16, 2)."""
-    pairs = _transposed(F.pad(codes, (0, codes.shape[1] % 2)).view(torch.int16), BLOCK // 2)
+    """Codes (R, D) and scales of rows in panels of fours: (P, I/4, 16, 4). Codes are kept as those plus 128."""
+    unsigned = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.uint8) ^ 128
+    fours = _transposed(unsigned.view(torch.int32), BLOCK // 4)
     filled = F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
-    return Packed("int8", len(codes), 2 * pairs.shape[1], pairs, filled, _float(bias))
+    return Packed("int8", len(codes), 4 * fours.shape[1], fours, filled, _float(bias))
 
 
 def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Packed:

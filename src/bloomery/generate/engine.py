@@ -52,6 +52,12 @@ def check_finite(numbers: Tensor) -> None:
         raise CheckpointError(what, hint="Train it again with lower learning rates, or use an earlier checkpoint.")
 
 
+def check_rows(logits: Float[Tensor, "B V"]) -> None:
+    """As `check_finite`, by the sum of each row, which is not finite where any of its logits is not."""
+    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
+    check_finite(torch.from_numpy(logits.numpy().sum(-1)) if on_cpu else logits.sum(dim=-1))  # see `most_likely`
+
+
 class Drafter:
     """
     Guesses the next tokens of a text: those that followed its last three or two tokens where these occurred before
@@ -362,7 +368,7 @@ class PackedBatch:
                 if last:
                     logits[row] = some[0, : self.num_ids]
             self.lengths[row] = len(prompt)
-        check_finite(logits.sum(dim=-1))
+        check_rows(logits)
         return logits
 
     def extend(self, rows: Sequence[int], ids: Sequence[int], drafts: Sequence[int] = ()) -> Tensor:
@@ -377,7 +383,7 @@ class PackedBatch:
         new = [*ids, *drafts]
         logits = self.decoder.step(new, every, positions, self.pages, self.memory, range(len(new)), self.adapters)
         logits = logits[:, : self.num_ids]
-        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        check_rows(logits)
         for row in rows:
             self.lengths[row] += 1
         return logits

@@ -25,7 +25,7 @@ from bloomery.generate.engine import (
     Engine,
     ModelBatch,
     PackedBatch,
-    check_finite,
+    check_rows,
     compute_format,
 )
 from bloomery.generate.sampling import TokenSampler
@@ -527,7 +527,7 @@ class Scheduler:
         """Hand out a next token, and more as long as the drafts are right. Gives why the answer ends, if it does."""
         if isinstance(logits, Exception):
             raise logits
-        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        check_rows(logits)
         length, drafts, right = len(sequence.ids), sequence.drafts, 0
         for row in logits:
             reason = self._token(sequence, row)

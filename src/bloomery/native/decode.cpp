@@ -3,7 +3,7 @@
 // tokens that are computed with it, on threads, or on how a prompt was cut.
 //
 // Matrices lie in panels of 16 rows: for each k, the 16 numbers of its rows are together. Weights in int8 and int4 are
-// multiplied as integers by activations that are rounded to 16 bits; others are decoded in registers and multiplied in
+// multiplied as integers by activations that are rounded to 8 bits; others are decoded in registers and multiplied in
 // float32. Each output is one sum in the order of k, whatever else is computed beside it.
 //
 // Keys and values lie in pages of PAGE tokens. A page has them for all layers and heads: keys [width, PAGE], values
@@ -27,6 +27,7 @@
 namespace {
 
 constexpr int64_t PANEL = 16, GROUP = 32, BLOCK = 64, PAGE = 32;
+constexpr int32_t INT8_ADDED = 128;  // to the codes of int8, which are kept without a sign
 constexpr int64_t TOGETHER = 12;  // tokens of a sequence, or queries, at most, that are answered together
 
 struct Float16 {
@@ -57,7 +58,7 @@ extern "C" {
 
 enum Format : int64_t { IN_FLOAT32, IN_BFLOAT16, IN_INT8, IN_INT4, IN_NF4 };
 
-// y = W x + bias. scales: of rows (int8), of groups by rows (int4: float16 [panel, group, 2, 16], the factor and what is
+// y = W x + bias. codes of int8: [panel, k / 4, 16, 4]. scales: of rows (int8), of groups by rows (int4: float16 [panel, group, 2, 16], the factor and what is
 // added), of blocks by rows (NF4: bfloat16 [panel, block, 16]).
 struct Matrix {
     int64_t format, rows, width;
@@ -115,12 +116,16 @@ struct Step {
 
 namespace {
 
-// --- activations in 16 bits ------------------------------------------------------------------------------------------
+// --- activations in 8 bits -------------------------------------------------------------------------------------------
 
-// Behind the numbers of a vector lie: these in 16 bits, in the order in which they are multiplied; what one stands for,
-// of each block; and sums of groups.
-INLINE const int32_t *rounded_pairs(const float *x, int64_t width) { return (const int32_t *)(x + width); }
+// Behind the numbers of a vector lie: their codes from −127 to 127, in the order in which they are multiplied; what 1
+// stands for in each block; and of int8 what a block's sum begins with, of int4 the sums of groups. Codes are in 8 bits
+// where one instruction multiplies four of them (quads), else in 16.
+INLINE const int32_t *rounded_codes(const float *x, int64_t width) { return (const int32_t *)(x + width); }
 INLINE const float *rounded_scales(const float *x, int64_t width) { return x + width + width / 2; }
+INLINE const int32_t *rounded_starts(const float *x, int64_t width) {
+    return (const int32_t *)(rounded_scales(x, width) + width / BLOCK);
+}
 
 // The largest number without its sign; NaN where there is any.
 INLINE float largest(const float *numbers, int64_t count) {
@@ -135,33 +140,40 @@ INLINE float largest(const float *numbers, int64_t count) {
     return value;
 }
 
-FOR_EVERY_CPU void rounded(float *x, int64_t width, bool in_groups) {
-    int16_t *const codes = (int16_t *)(x + width);
+// Codes of int4 have 8 of a row in 32 bits: a byte those of k and k + 16. In pairs, 4 bits of the lower and of the upper
+// half are multiplied together, and of int8 every other byte.
+FOR_EVERY_CPU void rounded(float *x, int64_t width, bool in_groups, bool in_quads) {
+    int16_t *const pairs = (int16_t *)(x + width);
+    int8_t *const quads = (int8_t *)(x + width);
     float *const scales = x + width + width / 2, *const sums = scales + width / BLOCK;
     for (int64_t block = 0; block < width / BLOCK; block++) {
         const float *const from = x + block * BLOCK;
-        int32_t code[BLOCK];
-        const float most = largest(from, BLOCK), inverse = most < 1e-30f ? 0.0f : 32767 / most;
-        const float scale = scales[block] = most / 32767;
+        int32_t code[BLOCK], sum[2] = {};
+        const float most = largest(from, BLOCK), inverse = most < 1e-30f ? 0.0f : 127 / most;
+        const float scale = scales[block] = most / 127;
         for (int64_t k = 0; k < BLOCK; k++) {
             const float shifted = from[k] * inverse + 12582912.0f;  // its lowest bits are those of the nearest integer
             std::memcpy(code + k, &shifted, 4);
             code[k] -= 0x4B400000;
         }
-        if (!in_groups) {
-            for (int64_t k = 0; k < BLOCK; k++) codes[block * BLOCK + k] = int16_t(code[k]);
-            continue;
+        for (int64_t k = 0; k < BLOCK; k++) sum[k / GROUP] += code[k];
+        if (in_groups) {
+            for (int64_t group = 0; group < 2; group++) sums[block * 2 + group] = float(sum[group]) * scale;
+        } else {
+            const int32_t start = -INT8_ADDED * (sum[0] + sum[1]);
+            std::memcpy(sums + block, &start, 4);
         }
-        for (int64_t group = 0; group < BLOCK / GROUP; group++) {  // bytes of int4 have k and k + 16
-            int16_t *const into = codes + block * BLOCK + group * GROUP;
-            const int32_t *const of = code + group * GROUP;
-            int32_t sum = 0;
-            for (int64_t k = 0; k < GROUP; k++) sum += of[k];
-            sums[block * 2 + group] = float(sum) * scale;
-            for (int64_t word = 0; word < 4; word++)
-                for (int64_t j = 0; j < 4; j++)
-                    for (int64_t half = 0; half < 2; half++)
-                        into[word * 8 + j * 2 + half] = int16_t(of[word * 4 + half * 2 + j / 2 + j % 2 * 16]);
+        for (int64_t four = 0; four < BLOCK; four += 4) {  // k, k + 1, k + 2, k + 3
+            const int64_t word = four % GROUP / 8 * 4, group = four / GROUP * GROUP;
+            const int32_t *const of = in_groups ? code + group + word + four % 8 / 4 * 16 : code + four;
+            if (in_quads) {
+                for (int64_t k = 0; k < 4; k++) quads[block * BLOCK + four + k] = int8_t(of[k]);
+                continue;
+            }
+            for (int64_t k = 0; k < 4; k++) {
+                const int64_t at = in_groups ? four / 8 * 8 + k % 2 * 4 + four % 8 / 4 * 2 + k / 2 : four + k % 2 * 2 + k / 2;
+                pairs[block * BLOCK + at] = int16_t(of[k]);
+            }
         }
     }
 }
@@ -424,7 +436,7 @@ void work(const Model &m, const Step &s, const std::vector<Run> &runs, const Siz
     };
     const auto times = [&](const Matrix &matrix, int64_t tokens, float *x, int64_t x_stride, float *y, int64_t y_stride) {
         const bool coded = matrix.format == IN_INT8 || matrix.format == IN_INT4;
-        if (coded) share(tokens, [&](int64_t t) { rounded(x + t * x_stride, matrix.width, matrix.format == IN_INT4); });
+        if (coded) share(tokens, [&](int64_t t) { rounded(x + t * x_stride, matrix.width, matrix.format == IN_INT4, kernels.lanes > 16); });
         const int64_t all = (matrix.rows + PANEL - 1) / PANEL;
         const int64_t begin = all * thread / meeting.threads, end = all * (thread + 1) / meeting.threads;
         (coded ? kernels.coded_panels : kernels.panels)(matrix, begin, end, tokens, x, x_stride, y, y_stride);

@@ -1,5 +1,5 @@
 // Included once for each width of vectors, in a namespace of its own: LANES numbers are computed together. A panel of 16
-// rows takes 16 / LANES vectors. VNNI: one instruction adds the products of pairs, with the same result.
+// rows takes 16 / LANES vectors. VNNI: one instruction adds the products of four codes, with the same result.
 
 constexpr int64_t SPLIT = PANEL / LANES;          // vectors of a panel
 constexpr int64_t TOKENS = LANES == 16 ? 8 : 4;   // that are multiplied at once
@@ -30,9 +30,8 @@ INLINE Floats read(const Float16 *at) { return (Floats)_mm512_cvtph_ps(_mm256_lo
 INLINE Floats read(const int8_t *at) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
-INLINE Ints pairs(const int8_t *at) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
 #ifdef VNNI
-INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
+INLINE Ints plus_quads(Ints sum, Ints w, Ints x) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
 #else
 INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 #endif
@@ -45,7 +44,6 @@ INLINE Floats read(const Float16 *at) { return (Floats)_mm256_cvtph_ps(_mm_loadu
 INLINE Floats read(const int8_t *at) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
-INLINE Ints pairs(const int8_t *at) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)); }
 INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 INLINE Words words(const uint8_t *at) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at)); }
 #else
@@ -62,11 +60,6 @@ INLINE Floats read(const Float16 *at) {
 INLINE Floats read(const int8_t *at) {
     Floats value;
     for (int i = 0; i < LANES; i++) value[i] = float(at[i]);
-    return value;
-}
-INLINE Ints pairs(const int8_t *at) {
-    Ints value;
-    for (int i = 0; i < LANES; i++) value[i] = int32_t(uint32_t(at[2 * i]) & 0xFFFF) | int32_t(at[2 * i + 1]) * 65536;
     return value;
 }
 INLINE Ints plus_pairs(Ints sum, Ints a, Ints b) {
@@ -99,6 +92,25 @@ INLINE Ints counted(int64_t first) {
     for (int i = 0; i < LANES; i++) value[i] = int32_t(first) + i;
     return value;
 }
+
+// Adds the products of four codes without a sign, and of eight in 4 bits, with those of activations, of which `number`
+// fours or eights lie before.
+#ifdef VNNI
+INLINE Ints plus_fours(Ints sum, Ints w, const int32_t *codes, int64_t number) { return plus_quads(sum, w, Ints{} + codes[number]); }
+INLINE Ints plus_eights(Ints sum, Ints w, const int32_t *codes, int64_t number) {
+    sum = plus_quads(sum, w & 0x0F0F0F0F, Ints{} + codes[2 * number]);
+    return plus_quads(sum, w >> 4 & 0x0F0F0F0F, Ints{} + codes[2 * number + 1]);
+}
+#else
+INLINE Ints plus_fours(Ints sum, Ints w, const int32_t *codes, int64_t number) {
+    sum = plus_pairs(sum, w & 0x00FF00FF, Ints{} + codes[2 * number]);
+    return plus_pairs(sum, w >> 8 & 0x00FF00FF, Ints{} + codes[2 * number + 1]);
+}
+INLINE Ints plus_eights(Ints sum, Ints w, const int32_t *codes, int64_t number) {
+    for (int j = 0; j < 4; j++) sum = plus_pairs(sum, w >> (4 * j) & 0x000F000F, Ints{} + codes[4 * number + j]);
+    return sum;
+}
+#endif
 
 // Weights come from memory while those before them are multiplied: each step of a tile asks for `step` bytes from `at` on.
 struct Ahead {
@@ -139,20 +151,24 @@ INLINE void plain_tile(const Matrix &m, int64_t first, const float *const *x, fl
     sums.write(m, first, y);
 }
 
-// int8: codes in pairs of k, which are multiplied by the rounded numbers behind x: see rounded().
+// int8: each 32 bits have 4 codes of a row, without a sign. They are multiplied by the rounded numbers behind x, and what
+// was added to them is in what a sum begins with: see rounded().
 template <int P, int T>
 INLINE void int8_tile(const Matrix &m, int64_t first, const float *const *x, float *const *y, Ahead ahead) {
     Sums<P, T> sums;
-    const int8_t *codes = (const int8_t *)m.codes + first * PANEL * m.width;
+    const uint8_t *codes = (const uint8_t *)m.codes + first * PANEL * m.width;
     for (int64_t block = 0; block < m.width / BLOCK; block++, codes += PANEL * BLOCK) {
-        Ints part[P][SPLIT][T] = {};
-        for (int64_t k = 0; k < BLOCK / 2; k++) {
-            ahead.ask(block * BLOCK / 2 + k);
+        Ints part[P][SPLIT][T];
+        for (int p = 0; p < P; p++)
+            for (int s = 0; s < SPLIT; s++)
+                for (int t = 0; t < T; t++) part[p][s][t] = Ints{} + rounded_starts(x[t], m.width)[block];
+        for (int64_t four = 0; four < BLOCK / 4; four++) {
+            ahead.ask(block * BLOCK / 4 + four);
             for (int p = 0; p < P; p++)
                 for (int s = 0; s < SPLIT; s++) {
-                    const Ints w = pairs(codes + p * PANEL * m.width + (k * PANEL + s * LANES) * 2);
+                    const Ints w = read((const int32_t *)(codes + p * PANEL * m.width) + four * PANEL + s * LANES);
                     for (int t = 0; t < T; t++)
-                        part[p][s][t] = plus_pairs(part[p][s][t], w, Ints{} + rounded_pairs(x[t], m.width)[block * BLOCK / 2 + k]);
+                        part[p][s][t] = plus_fours(part[p][s][t], w, rounded_codes(x[t], m.width), block * BLOCK / 4 + four);
                 }
         }
         for (int p = 0; p < P; p++)
@@ -162,8 +178,7 @@ INLINE void int8_tile(const Matrix &m, int64_t first, const float *const *x, flo
     sums.write(m, first, y);
 }
 
-// int4: each 32 bits have 8 codes of a row, of which 4 bits of the lower and of the upper half are multiplied as a pair.
-// w = factor · code + added. Behind x are the sums of its groups, too.
+// int4: each 32 bits have 8 codes of a row. w = factor · code + added. Behind x are the sums of its groups, too.
 template <int P, int T>
 INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, float *const *y, Ahead ahead) {
     const int64_t groups = m.width / GROUP, each = PANEL * GROUP / 8;
@@ -177,11 +192,8 @@ INLINE void int4_tile(const Matrix &m, int64_t first, const float *const *x, flo
             for (int p = 0; p < P; p++)
                 for (int s = 0; s < SPLIT; s++) {
                     const Ints eight = read(codes + p * groups * each + word * PANEL + s * LANES);
-                    for (int j = 0; j < 4; j++) {
-                        const Ints w = eight >> (4 * j) & 0x000F000F;
-                        for (int t = 0; t < T; t++)
-                            part[p][s][t] = plus_pairs(part[p][s][t], w, Ints{} + rounded_pairs(x[t], m.width)[group * GROUP / 2 + word * 4 + j]);
-                    }
+                    for (int t = 0; t < T; t++)
+                        part[p][s][t] = plus_eights(part[p][s][t], eight, rounded_codes(x[t], m.width), group * GROUP / 8 + word);
                 }
         }
         for (int p = 0; p < P; p++)
@@ -258,7 +270,7 @@ INLINE int64_t panel_bytes(const Matrix &m) {
     return PANEL * m.width * bits[m.format] / 8;
 }
 INLINE int64_t panel_steps(const Matrix &m) {
-    return m.format == IN_INT8 ? m.width / 2 : m.format == IN_INT4 ? m.width / 8 : m.width;
+    return m.format == IN_INT8 ? m.width / 4 : m.format == IN_INT4 ? m.width / 8 : m.width;
 }
 
 // Panels begin … end of y for all tokens. Rows of x are x_stride numbers apart, and rows of y y_stride.
