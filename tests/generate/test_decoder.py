@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(lanes: int) -> 
     ids = random_ids(1, 12, 1)[0].tolist()
     for base, limit in (("bfloat16", 2e-6), ("int8", 4e-2), ("int4", 4e-2), ("nf4", 2e-6), ("nf4_double", 1e-2)):
         model = lively(KINDS["Llama"])
-        replace_layers(model, lambda layer, base=base: quantize.frozen(layer, base))
+        replace_layers(model, partial(quantize.frozen, base=base))  # type: ignore[arg-type]
         got = logits(of(model, "auto"), ids)[:, :VOCAB_SIZE]
         assert far(got, right_with_bfloat16_head(model, ids)) < limit, base
         if base in ("int8", "int4"):
@@ -169,7 +170,7 @@ class InputsIn8Bits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
-        blocks = torch.nn.functional.pad(x, (0, -width % 64)).unflatten(-1, (-1, 64))
+        blocks = torch.nn.functional.pad(x, (0, -width % 64)).view(*x.shape[:-1], -1, 64)
         scale = blocks.abs().amax(-1, keepdim=True) / 127
         rounded = (torch.round(blocks / scale) * scale).flatten(-2)[..., :width]
         return torch.nn.functional.linear(rounded, self.weight, self.bias)
