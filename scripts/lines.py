@@ -19,7 +19,7 @@ BUDGET = {
     "model": 4_035,
     "weights": 6_450,
     "train": 10_260,
-    "generate": 2_020,
+    "generate": 2_040,
     "evaluation": 4_760,
     "serve": 3_900,
     "stages": 6_240,
