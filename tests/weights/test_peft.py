@@ -378,6 +378,24 @@ def test_merging_weight_by_weight_exports_the_same_bytes_as_merging_the_whole_mo
         assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
+def test_adapters_whose_base_is_in_the_cache_of_the_hub_are_exported_with_its_name_and_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = adapted(tmp_path, SHAPES[0], Lora(rank=3))
+    commit, cache = "0123456789abcdef" * 2 + "01234567", tmp_path / "cache"
+    base = cache / "models--some--model" / "snapshots" / commit
+    base.parent.mkdir(parents=True)
+    (tmp_path / "base").rename(base)
+    renamed_base(folder, str(base))
+    export.write_adapters(folder, tmp_path / "out")
+    facts = json.loads((tmp_path / "out" / ADAPTER_CONFIG).read_text())
+    assert (facts["base_model_name_or_path"], facts["revision"]) == ("some/model", commit)
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    assert hf.base_of(tmp_path / "out") == base
+    assert close(logits_of(hf.load(tmp_path / "out").model), logits_of(model))
+
+
 def test_adapters_are_exported_alone_with_their_words_and_the_path_of_their_base(tmp_path: Path) -> None:
     model, folder = adapted(tmp_path / "run", SHAPES[0], Lora(rank=3))
     written = export.write_adapters(folder, tmp_path / "out")

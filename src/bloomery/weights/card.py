@@ -25,7 +25,6 @@ CARD = "README.md"
 DATA_CARD, REPORT = "data_card.md", "report.json"
 STAGE = re.compile(r"\d\d-(\w+)-[0-9a-f]+")
 OF_HUB = re.compile(r"[\w.-]+/[\w.-]+")
-IN_CACHE = re.compile(r"models--(.+)--(.+)")
 UNKNOWN = "not known: state it with --license before you publish the model"
 MAX_BYTES = 2**20
 """Of a card that is looked at for a license."""
@@ -90,8 +89,8 @@ def _trained(stage: Path) -> Path | None:
 def _named(base: Path) -> str:
     if is_of_hub(base):
         return locate.parsed(str(base)).repository
-    cached = next((match for name in base.parts if (match := IN_CACHE.fullmatch(name))), None)
-    return f"{cached[1]}/{cached[2]}" if cached else base.name
+    cached = next((named for folder in (base, *base.parents) if (named := locate.of_hub(folder))), None)
+    return cached[0] if cached else base.name
 
 
 def license_of(base: Path) -> str | None:

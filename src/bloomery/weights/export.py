@@ -103,7 +103,8 @@ def write(
 def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[str, Any]:
     """
     Write the adapters of a finetuned model for PEFT, with the tokenizer and chat template that they were trained with.
-    The base is named by its absolute path. Returns what was written, and takes `license`, as `write` does.
+    A base in the cache of the hub's client is named by OWNER/NAME and its revision, any other by its absolute path.
+    Returns what was written, and takes `license`, as `write` does.
 
     Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
     """
@@ -123,11 +124,12 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
     make_folder(out)
     hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
     shutil.copyfile(folder / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
-    write_json(out / ADAPTER_CONFIG, facts | {"base_model_name_or_path": str(base)})
+    named, revision = locate.of_hub(base) or (str(base), None)
+    write_json(out / ADAPTER_CONFIG, facts | {"base_model_name_or_path": named, "revision": revision})
     name = architectures.architecture(shape).name
     ranks = {len(a) for a, _ in adapter.pairs.values()}
     rows = {
-        "base": f"{base}, a {name}",
+        "base": f"{named}, a {name}",
         "rank": ", ".join(map(str, sorted(ranks))),
         "matrices": str(len(adapter.pairs)),
     }

@@ -33,6 +33,8 @@ PREFIX = HUB
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
 NAMED = re.compile(rf"(?:{PREFIX})?((?:\w[\w.-]*/)?\w[\w.-]*)(?:@([\w./-]+))?")
 """What adapters may call a model of a hub; old names have no owner, such as gpt2."""
+IN_CACHE = re.compile(r"models--(.+)")
+"""The folder of a model in the cache of the hub's client."""
 SPELLED = "Write hub:OWNER/NAME, hub:OWNER/NAME@REVISION, or hub:OWNER/NAME/FILE.gguf."
 FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
 """Files at the top of a repository that may lie next to the weights, and the card, which states the license."""
@@ -91,6 +93,12 @@ def fetched(name: str) -> Path:
         _check_weights(name, model, path)
     _verify(path, name)
     return path
+
+
+def of_hub(folder: Path) -> tuple[str, str] | None:
+    """OWNER/NAME, or an old name without owner, and the commit of a model folder in the cache of the hub's client."""
+    match = IN_CACHE.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    return None if match is None else (match[1].replace("--", "/"), folder.name)
 
 
 def named_model(file: Path, named: str, revision: str | None = None) -> Path:
