@@ -19,7 +19,7 @@ from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import info, size
 from bloomery.generate.decoder import Decoder, PackedAdapter, Pages
-from bloomery.generate.sampling import TokenSampler, choose_each
+from bloomery.generate.sampling import TokenSampler, choose_each, suits_numpy
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
 from bloomery.hw.host import Host, free_bytes
@@ -54,8 +54,7 @@ def check_finite(numbers: Tensor) -> None:
 
 def check_rows(logits: Float[Tensor, "B V"]) -> None:
     """As `check_finite`, by the sum of each row, which is not finite where any of its logits is not."""
-    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
-    check_finite(torch.from_numpy(logits.numpy().sum(-1)) if on_cpu else logits.sum(dim=-1))  # see `most_likely`
+    check_finite(torch.from_numpy(logits.numpy().sum(-1)) if suits_numpy(logits) else logits.sum(dim=-1))
 
 
 class Drafter:
