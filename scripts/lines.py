@@ -13,7 +13,7 @@ BUDGET = {
     "(top)": 1_780,
     "core": 3_930,
     "hw": 5_480,
-    "data": 13_290,
+    "data": 13_320,
     "tokenizer": 3_230,
     "shards": 1_690,
     "model": 4_035,

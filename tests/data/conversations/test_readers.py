@@ -72,9 +72,10 @@ def test_the_same_conversations_come_from_every_format(tmp_path: Path) -> None:
     (tmp_path / "in" / "README.md").write_text("No conversation.")
     found = read(files(tmp_path / "in"))
     assert said(found) == expected * len(made)
-    assert found[0].location == f"{tmp_path}/in/a.jsonl:1"
-    assert isinstance(found[0], Conversation)
-    assert found[0].id == "mine/a.jsonl:1"
+    assert rejected(found) == [("README.md", "other_ending")]
+    assert found[1].location == f"{tmp_path}/in/a.jsonl:1"
+    assert isinstance(found[1], Conversation)
+    assert found[1].id == "mine/a.jsonl:1"
 
 
 def test_dialogues_are_read_from_text_files_whole_or_between_separators(tmp_path: Path) -> None:

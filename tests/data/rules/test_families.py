@@ -179,3 +179,20 @@ def test_a_recipe_names_rules_by_kind_and_an_unknown_threshold_is_explained() ->
         build(Filter, {"rules": [{"kind": "gopher", "min_word": 10}]})
     with pytest.raises(ConfigError, match="min_scores has the domain 'web' twice"):
         build(Filter, {"min_scores": [{"domain": "web", "min_score": 0.1}, {"domain": "web", "min_score": 0.2}]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("length", {"max_characters": 99}, "min_characters = 100 is above max_characters = 99"),
+        ("gopher", {"min_words": 100_001}, "min_words = 100001 is above max_words = 100000"),
+        ("code", {"min_comments": 0.6, "max_comments": 0.5}, r"min_comments = 0\.6 is above max_comments = 0\.5"),
+    ],
+)
+def test_bounds_that_no_document_can_meet_are_refused(kind: str, settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"no document meets both: {message}"):
+        build(Filter, {"rules": [{"kind": kind, **settings}]})
+
+
+def test_a_document_may_meet_bounds_that_are_equal() -> None:
+    assert found(Length(min_characters=len(PROSE), max_characters=len(PROSE)), PROSE) is None

@@ -211,6 +211,7 @@ def _spelled_out(sources: Sequence[ChatSourceConfig | Mixture]) -> Iterator[Chat
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".text")
 """Of names of files that can hold conversations, behind .gz and .zst."""
+OTHER_ENDING = ReadError("other_ending", 0, f"its name ends in none of {', '.join(ENDINGS)}")
 
 ChatItem = Conversation | RejectedRow
 T = TypeVar("T")
@@ -269,6 +270,7 @@ def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
             messages = [as_message(message) for message in talk.messages()]
             yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
         return
+    yield from (RejectedRow(source.name, str(path), OTHER_ENDING) for _, path in _other_files(source))
     for file in _files(source):
         yield from _of_file(file)
 
@@ -296,14 +298,22 @@ def _files(source: Shaped) -> Iterator[_File]:
 
 def local_files(source: ChatFiles) -> list[tuple[str, Path]]:
     """Name and path of the files of a source. In a folder, of those that can hold conversations."""
-    files = local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
-    if source.kind == "jsonl":
-        return files
-    kept = [(name, path) for name, path in files if _ending(name) is not None]
+    kept = [(name, path) for name, path in _all_files(source) if source.kind == "jsonl" or _ending(name) is not None]
     if not kept:
         hint = f"Give a file or folder with names that end in {', '.join(ENDINGS)}, also with .gz or .zst."
         raise DataError("holds no conversations", where=str(source.path), hint=hint)
     return kept
+
+
+def _all_files(source: ChatFiles) -> list[tuple[str, Path]]:
+    return local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
+
+
+def _other_files(source: Shaped) -> list[tuple[str, Path]]:
+    """Name and path of the local files of a source that `local_files` leaves out."""
+    if not isinstance(source, ChatFiles) or source.kind == "jsonl":
+        return []
+    return [(name, path) for name, path in _all_files(source) if _ending(name) is None]
 
 
 def _ending(name: str) -> str | None:
@@ -340,6 +350,8 @@ def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterato
     The raw rows of a source, for readers of other things than conversations: the location for messages, the id by file
     and line, and the row. Rows of parquet files have only the columns in `looked_at`. Raises DataError.
     """
+    for name, path in _other_files(source):
+        yield str(path), f"{source.name}/{name}", OTHER_ENDING
     for file in _files(source):
         ending = _ending(file.name)
         if ending == ".json":

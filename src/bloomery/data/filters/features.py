@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import model_validator
 
 from bloomery.core import io as core_io
 from bloomery.core.config import Config
@@ -417,6 +418,15 @@ def shares(counts: NDArray[np.int64], whole: NDArray[np.int64]) -> FeatureValues
 class FilterBase(Config):
     domains: tuple[str, ...] | None = None
     """Domains that the rule applies to. None: all."""
+
+    @model_validator(mode="after")
+    def _something_passes(self) -> Self:
+        for name in type(self).model_fields:
+            least, most = getattr(self, name), getattr(self, name.replace("min_", "max_", 1), None)
+            if name.startswith("min_") and most is not None and least > most:
+                most_name = name.replace("min_", "max_", 1)
+                raise ValueError(f"no document meets both: {name} = {least} is above {most_name} = {most}")
+        return self
 
 
 class FilterHit(NamedTuple):
