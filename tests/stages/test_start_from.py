@@ -103,7 +103,7 @@ def test_adapters_keep_the_positions_that_they_were_trained_with(base: Path, tal
     done = ran(recipe(base, talks, "instruct.sequence_length=193", STRETCHED), tmp_path / "long")
     folder = locate.locate_model(done["finetune"])
     loaded = hf.load(folder)
-    assert loaded.model.config.context_length == hf.context(folder) == 192
+    assert loaded.model.config.context_length == hf.config_of(folder)[0].context_length == 192
     assert hf.config_of(hf.base_of(folder))[0] == SHAPE
     export.write(loaded, tmp_path / "merged", "hf", "float32")
     ids = torch.arange(180)[None] % 50

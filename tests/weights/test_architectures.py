@@ -219,6 +219,23 @@ def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
         assert torch.equal(found.state_dict()[name], weight), name
 
 
+def test_masks_that_pythia_keeps_as_tensors_are_no_weights(tmp_path: Path) -> None:
+    model = lively(neox(0), 0, VOCAB)
+    hf.save(tmp_path, model, RENDERER, SAID)
+    for ours in (LINEAGE, SUMS):
+        (tmp_path / ours).unlink()
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    for layer in range(model.config.num_layers):
+        name = f"gpt_neox.layers.{layer}.attention"
+        weights |= {f"{name}.bias": torch.ones(1, 1, 8, 8), f"{name}.masked_bias": torch.tensor(-1e9)}
+        weights[f"{name}.rotary_emb.inv_freq"] = torch.ones(2)
+    file.write_bytes(safetensors.torch.save(weights))
+    found = hf.load(tmp_path).model
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
 # --- what is no family ---------------------------------------------------------------------------------------------
 
 NONE: dict[str, tuple[dict[str, Any], str]] = {

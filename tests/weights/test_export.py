@@ -342,6 +342,7 @@ class Hub(BaseHTTPRequestHandler):
     """The few addresses of a hub that an upload asks for."""
 
     asked: ClassVar[list[tuple[str, str, bytes]]] = []
+    is_private = True
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -359,6 +360,15 @@ class Hub(BaseHTTPRequestHandler):
         data = json.dumps(said).encode()
         self.send_response(401 if "wrong" in self.headers.get("Authorization", "") else 200)
         self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/models/"):  # once a day, the client also reads a public list
+            self.asked.append((self.path, self.headers.get("Authorization", ""), b""))
+        data = json.dumps({"id": "me/mine", "private": self.is_private, "siblings": []}).encode()
+        self.send_response(401 if "wrong" in self.headers.get("Authorization", "") else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -388,6 +398,10 @@ def test_a_folder_is_uploaded_private_unless_it_is_said_and_the_token_is_not_pri
         for name in ("model.safetensors", "README.md", "tokenizer.json"):
             assert f'"path": "{name}"' in sent or f'"path":"{name}"' in sent
         assert {token for _, token, _ in Hub.asked} == {"Bearer hf_secret"}
+        if not public:
+            monkeypatch.setattr(Hub, "is_private", False)
+            words[2] = tmp_path / "there"
+            assert "hub:me/mine: is public, and was there before" in refused(capsys, *words)
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         words[2] = tmp_path / "again"
         said = refused(capsys, *words)

@@ -287,6 +287,47 @@ def test_a_wrong_sampling_setting_is_reported_with_its_file_and_key(tmp_path: Pa
     assert "gguf-set-metadata" in caught.value.hint
 
 
+def test_a_scale_of_positions_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As in llama.cpp."""
+    made(tmp_path / "a.gguf", config(rope_scaling={"kind": "linear", "factor": 2.0}))
+    data = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "b.gguf").write_bytes(data.replace(b"llama.rope.scaling.type", b"llama.rope.scaling.xxxx"))
+    for name in "ab":
+        meta = gguf.read(tmp_path / f"{name}.gguf")
+        assert meta.facts["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}, name
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_space_before_each_text_goes_into_the_file(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    spec = {"normalizer": None, "pre_tokenizer": before}
+    assert gguf_writer._puts_space_first(spec, "a") == (scheme == "always")
+    assert ("without a chat template" in capsys.readouterr().err) == (scheme == "first")
+    with pytest.raises(CheckpointError, match="changes text by the step NFKC, which llama"):
+        gguf_writer._puts_space_first(spec | {"normalizer": {"type": "NFKC"}}, "a")
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": 20.0, "temperature": 0.5}, {"top_k": 20, "temperature": 0.5}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+    ],
+)
+def test_sampling_settings_go_into_the_file_as_a_chat_reads_them(
+    tmp_path: Path, generation: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    words, model = replace(WORDS, chat_template=None, generation=generation), lively(SHAPES[0], 0, small().vocab_size)
+    gguf_writer.write(tmp_path / "a.gguf", model, small(), words, "float32", "made")
+    assert hf.language(tmp_path / "a.gguf").sampling == expected
+
+
+def test_the_window_of_a_phi3_is_written_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "a.gguf", config(**CASES["phi3"]))
+    assert "ignores the sliding window of Phi-3: after 8 tokens" in " ".join(capsys.readouterr().err.split())
+
+
 def test_metadata_that_changes_the_results_is_refused_by_name(tmp_path: Path) -> None:
     made(tmp_path / "a.gguf", config(rope_scaling={"kind": "linear", "factor": 2.0}))
     data = (tmp_path / "a.gguf").read_bytes()

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.core.errors import CheckpointError
+from bloomery.core.errors import CheckpointError, DataError
 from bloomery.model import lora
 from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer
@@ -26,7 +27,8 @@ theirs_warn = pytest.mark.filterwarnings("ignore")
 """Of peft: it says which of its own settings it mends, and what of its dependencies is old."""
 VOCAB = small().vocab_size
 GPT2 = CHOICES["absolute positions"].model_copy(update={"num_kv_heads": 4})
-FAMILIES = {"Llama": SHAPES[0], "Qwen2": CHOICES["Qwen2"], "GPT-2": GPT2}
+NEOX = CHOICES["GPT-NeoX"].model_copy(update={"num_kv_heads": 4, "tie_embeddings": False})
+FAMILIES = {"Llama": SHAPES[0], "Qwen2": CHOICES["Qwen2"], "GPT-2": GPT2, "GPT-NeoX": NEOX}
 LINEAGE = Lineage(tokenizer=small().hash, template=TEMPLATES["bloomery"].hash, shards="5" * 64, base="6" * 64)
 
 
@@ -147,9 +149,11 @@ def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Pa
     shape = FAMILIES[family]
     hf.save(tmp_path / "base", lively(shape, 0, VOCAB), Renderer(small()), LINEAGE)
     base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
-    names = ["c_attn", "c_fc"] if family == "GPT-2" else ["q_proj", "down_proj"]
+    names = {"GPT-2": ["c_attn", "c_fc"], "GPT-NeoX": ["query_key_value", "dense_h_to_4h"]}.get(
+        family, ["q_proj", "down_proj"]
+    )
     ranks = {rf".*\.[0]\..*{names[0]}": 2, names[1]: 3}
-    alphas = {rf".*\.[01]\.(self_attn|attn)\.{names[0]}": 11, rf"^.*\.0\.mlp\.{names[1]}": 3}
+    alphas = {rf".*\.[01]\.(self_attn|attn|attention)\.{names[0]}": 11, rf"^.*\.0\.mlp\.{names[1]}": 3}
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -167,6 +171,29 @@ def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Pa
     loaded = hf.load(tmp_path / "adapters")
     assert close(logits_of(loaded.model), logits)
     assert loaded.renderer.name == "bloomery"
+    assert loaded.language.source != tmp_path / "adapters"
+
+
+def test_adapters_of_peft_with_a_tokenizer_and_a_template_speak_in_it(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path / "run", SHAPES[0], Lora(rank=3))
+    export.write_adapters(folder, out := tmp_path / "out")
+    template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    (out / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    for words in (hf.language(out), hf.load(out).language):
+        assert words.chat is not None
+        assert words.chat.source == template
+    (out / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    assert hf.language(out).source != out  # the words of the base
+    spec = json.loads((out / "tokenizer.json").read_text())
+    first, second = spec["added_tokens"][:2]
+    first["id"], second["id"] = second["id"], first["id"]
+    vocabulary = spec["model"]["vocab"]
+    vocabulary |= {token["content"]: token["id"] for token in (first, second) if token["content"] in vocabulary}
+    (out / "tokenizer.json").write_text(json.dumps(spec))
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="its tokenizer gives"):
+        hf.load(out)
 
 
 def theirs() -> tuple[Any, Any]:
@@ -408,3 +435,16 @@ def test_adapters_are_exported_alone_with_their_words_and_the_path_of_their_base
     with pytest.raises(CheckpointError, match="holds no adapters"):
         export.write_adapters(tmp_path / "run" / "base", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_adapters_with_a_token_that_their_base_lacks_are_not_exported_alone(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path / "run", SHAPES[0], Lora(rank=3))
+    base = tmp_path / "run" / "base"
+    for name in (hf.LINEAGE, "SHA256SUMS"):
+        (base / name).unlink()
+    spec = json.loads((base / "tokenizer.json").read_text())
+    last = spec["added_tokens"].pop()["content"]
+    spec["model"]["vocab"].pop(last, None)
+    (base / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(CheckpointError, match=re.escape(f"training added the token {last!r}, and the files of PEFT")):
+        export.write_adapters(folder, tmp_path / "out")

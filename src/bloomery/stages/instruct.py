@@ -240,7 +240,7 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
             )
             raise DataError(what, where=str(model), hint=hint)
         info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
-        rows = resolve("bloomery.weights.hf:num_rows")(model)
+        rows = resolve("bloomery.weights.hf:config_of")(model)[1]
         tokenizer = resolve("bloomery.weights.hf:tokenizer_of")(model, rows, special_tokens(template))[0]
     return Renderer(tokenizer, TEMPLATES[template])
 

@@ -110,7 +110,7 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
     """
     folder = None if config.start_from is None else config.start_from.expanduser()
     known = folder is not None and folder.exists()
-    return max(num_ids, hf.num_rows(locate.locate_model(folder))) if folder is not None and known else num_ids
+    return max(num_ids, hf.config_of(locate.locate_model(folder))[1]) if folder is not None and known else num_ids
 
 
 def start(config: Pretrain, tokenizer: Tokenizer, world: World) -> tuple[Transformer, fsdp.OwnParts | None]:

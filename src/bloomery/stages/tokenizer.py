@@ -136,7 +136,7 @@ def _imported(config: Imported) -> Tokenizer:
     if _is_of_model(config.path):
         model = resolve("bloomery.weights.locate:locate_model")(config.path.expanduser())
         tokenizer: Tokenizer = resolve("bloomery.weights.hf:tokenizer_of")(
-            model, resolve("bloomery.weights.hf:num_rows")(model), special
+            model, resolve("bloomery.weights.hf:config_of")(model)[1], special
         )[0]
     else:
         tokenizer = importers.load(config.path, config.pattern, special)

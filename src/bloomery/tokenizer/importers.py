@@ -24,17 +24,18 @@ import binascii
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, NotRequired, TypeVar, get_args
 
 import tokenizers
 from pydantic import Field
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
+from typing_extensions import TypedDict
 
-from bloomery.core.errors import DataError, UnreachableError
+from bloomery.core.errors import DataError, UnreachableError, shorten
 from bloomery.core.io import check_regular, whole_file
 from bloomery.core.log import info
 from bloomery.core.records import read_record
@@ -53,6 +54,8 @@ from bloomery.tokenizer.tokenizer import (
     problem_of_ids,
 )
 
+T = TypeVar("T")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAGIC, VERSION = 20240328, 2
 GPT2_END = 50256
 HEADER = struct.Struct("<4i16s992x")
@@ -146,6 +149,8 @@ GPT2 = ("vocab.bpe", "encoder.json")
 HUGGING_FACE_GPT2 = ("merges.txt", "vocab.json")
 """The same two files under the names that they have on the hub."""
 SENTENCEPIECE = "tokenizer.model"
+IN_FOLDERS = (FILE, GPT2[1], HUGGING_FACE_GPT2[1], SENTENCEPIECE)
+"""Files of which a folder with a tokenizer has one."""
 GPT2_SIZE = 50_257
 """Of a file of llm.c that has so many tokens, it is known how words are cut."""
 
@@ -218,38 +223,80 @@ def load_foreign(
     paths = files(path)
     inner = _read(paths, foreign=True)
     roles = {**roles_of(path), **(roles or {})}
-    if paths[0].name == SENTENCEPIECE and path.is_dir():
-        _complete(inner, path, roles)
+    if path.is_dir():
+        _add_listed(inner, path, roles, keeps_ids=paths[0].name == FILE)
+        if paths[0].name != FILE:
+            _complete(inner, path, roles)
     return _foreign(inner, str(paths[0]), roles, boundary_ids)
 
 
-def _complete(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str | None]) -> None:
+class ListedToken(TypedDict):
+    """What a tokenizer_config.json says of a token."""
+
+    content: str
+    special: NotRequired[bool]
+    lstrip: NotRequired[bool]
+    rstrip: NotRequired[bool]
+    single_word: NotRequired[bool]
+    normalized: NotRequired[bool]
+
+
+class TokenizerConfig(TypedDict):
+    """What is read of a tokenizer_config.json, apart from the roles of tokens."""
+
+    added_tokens_decoder: NotRequired[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], ListedToken] | None]
+    tokenizer_class: NotRequired[str | None]
+    add_bos_token: NotRequired[bool | None]
+    add_prefix_space: NotRequired[bool | None]
+    legacy: NotRequired[bool | None]
+
+
+def _add_listed(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str | None], *, keeps_ids: bool) -> None:
     """
-    Add to the tokenizer of a `.model` what the other files of its folder say: more tokens, and whether a text opens
-    with bos_token. Raises DataError for a token that would get another ID.
+    Add the tokens that other files of a folder list. `keeps_ids`: one that the tokenizer has already keeps its ID, as
+    in transformers. Raises DataError for a token that would get another ID.
     """
-    settings, more = _told(folder / TOKENIZER_CONFIG), dict[str, int](_told(folder / ADDED_TOKENS))
-    listed = settings.get("added_tokens_decoder") or {}
-    more |= {token["content"]: int(id) for id, token in listed.items()}
-    special = {token["content"] for token in listed.values() if token.get("special")} | set(roles.values())
-    known = inner.get_vocab(with_added_tokens=True)
+    listed = {int(id): token for id, token in (_config_of(folder).get("added_tokens_decoder") or {}).items()}
+    more = dict(_told(folder / ADDED_TOKENS, dict[str, TokenId]))
+    more |= {token["content"]: id for id, token in listed.items()}
+    details = {token["content"]: token for token in listed.values()}
+    known, added = inner.get_vocab(with_added_tokens=True), inner.get_added_tokens_decoder().values()
+    present = {token.content for token in added} if keeps_ids else set[str]()
     for name, id in sorted(more.items(), key=lambda pair: pair[1]):
-        is_special = name in special or not listed
-        if known.get(name, len(known)) != id:
+        if name in present or not name:
+            continue
+        if known.get(name, len(known)) != id and not (keeps_ids and name in known):
             what = f"gives the token {name!r} the ID {id}, which is not the next one"
-            raise DataError(what, where=str(folder), hint=f"Use a folder that has a {FILE}.")
-        token = AddedToken(name, normalized=False, special=is_special)
-        inner.add_special_tokens([token]) if is_special else inner.add_tokens([token])
-        known[name] = id
-    if settings.get("add_bos_token", str(settings.get("tokenizer_class", "")).startswith("Llama")):
+            hint = "Download the folder again." if keeps_ids else f"Use a folder that has a {FILE}."
+            raise DataError(what, where=str(folder), hint=hint)
+        token = details.get(name, ListedToken(content=name, special=not listed))
+        is_special = token.get("special", False) or name in roles.values()
+        how = {key: token.get(key, False) for key in ("lstrip", "rstrip", "single_word", "normalized")}
+        entry = AddedToken(name, special=is_special, **how)
+        inner.add_special_tokens([entry]) if is_special else inner.add_tokens([entry])
+        known.setdefault(name, id)
+
+
+def _complete(inner: tokenizers.Tokenizer, folder: Path, roles: Mapping[str, str | None]) -> None:
+    """What opens a text, for a tokenizer without a tokenizer.json: bos_token, and a space of SentencePiece."""
+    config = _config_of(folder)
+    is_llama = (config.get("tokenizer_class") or "").startswith("Llama")
+    if is_llama if (opens := config.get("add_bos_token")) is None else opens:
         _open_with(inner, roles.get("bos_token"))
+    if config.get("legacy") is False and "Prepend" in _settings(inner.normalizer):  # not after special tokens
+        inner.normalizer = None
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
 
 
-def _told(file: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> TokenizerConfig:
+    return _told(folder / TOKENIZER_CONFIG, TokenizerConfig)
+
+
+def _told(file: Path, kind: Callable[..., T]) -> T:
     """What a file of settings says that a folder may lack."""
     if not os.path.isfile(file):
-        return {}
-    return dict(read_record(file, dict[str, Any], error=DataError, fix="It is damaged, or of another kind."))
+        return kind()
+    return read_record(file, kind, error=DataError, fix="It is damaged, or of another kind.")
 
 
 def _open_with(inner: tokenizers.Tokenizer, token: str | None) -> None:
@@ -282,7 +329,7 @@ def roles_of(folder: Path) -> dict[str, str | None]:
     """The special tokens of a model by their roles, as its folder names them; {} for a file."""
     roles: dict[str, str | None] = {}
     for name in (SPECIAL_MAP, TOKENIZER_CONFIG):
-        said = _told(folder / name)
+        said = _told(folder / name, dict[str, Any])
         for role in ROLE_NAMES:
             value = said.get(role)
             value = value.get("content") if isinstance(value, dict) else value
@@ -308,6 +355,18 @@ def _foreign(
         if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):
             raise DataError(f"encodes the plain text {token['content']!r} as a special token", where=where, hint=_OTHER)
     return tokenizer
+
+
+def check_ids(tokenizer: Tokenizer, base: Tokenizer, where: str) -> None:
+    """Raises DataError where the tokenizer of adapters gives a token of their base another ID."""
+    ids, expected = (
+        {**spec["model"]["vocab"], **{token["content"]: token["id"] for token in spec["added_tokens"]}}
+        for spec in (tokenizer.spec, base.spec)
+    )
+    if odd := next((name for name, id in expected.items() if ids.get(name, id) != id), None):
+        what = f"its tokenizer gives {shorten(repr(odd))} the ID {ids[odd]}, and that of the base {expected[odd]}"
+        hint = "Use the base of these adapters, or remove the tokenizer from their folder."
+        raise DataError(what, where=where, hint=hint)
 
 
 _OTHER = "Use another tokenizer."
@@ -359,7 +418,12 @@ def _settings(component: Any) -> str:
     return "" if component is None else component.__getstate__().decode()
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+WITHOUT_JSON: dict[str, PatternName] = {
+    **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizer"), "gpt2"),
+    "Qwen2Tokenizer": "qwen2",
+}
+"""How words are cut where a folder has merges and a vocabulary alone, by transformers' class."""
+_CONVERT = f"With transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a {FILE}."
 
 
 def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
@@ -370,7 +434,15 @@ def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
         raise DataError(problem, where=str(vocab), hint="The file is damaged. Create or download it again.")
     if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()), None):
         raise DataError(f"holds the merge {' '.join(wrong)!r}, which is not in {vocab.name}", where=str(merges))
-    return byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), "gpt2")
+    config = _config_of(vocab.parent)
+    name = config.get("tokenizer_class") or "GPT2Tokenizer"
+    pattern = WITHOUT_JSON.get(name.removesuffix("Fast"))
+    if pattern is None or config.get("add_prefix_space"):
+        what = f"is of the class {name}" if pattern is None else "puts a space before each text"
+        raise DataError(f"{what}, which is read only from a {FILE}", where=str(vocab.parent), hint=_CONVERT)
+    inner = byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), pattern)
+    inner.normalizer = normalizers.NFC() if pattern == "qwen2" else None
+    return inner
 
 
 def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:

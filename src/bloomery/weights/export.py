@@ -120,6 +120,10 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
         what = f"these adapters were trained with positions stretched to a context of {shape.context_length}, "
         what += "and the files of PEFT cannot say so"
         raise CheckpointError(what, where=str(folder), hint="Remove --format peft to export the whole model.")
+    known = hf.language(base).tokenizer
+    if added := [one["content"] for one in words.tokenizer.outline["added_tokens"] if not known.holds(one["content"])]:
+        what = f"training added the token {added[0]!r}, and the files of PEFT have no row for it"
+        raise CheckpointError(what, where=str(folder), hint="Remove --format peft to export the whole model.")
     info(f"{out}: {(folder / ADAPTER_WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
     make_folder(out)
     hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
@@ -189,6 +193,9 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     failures: tuple[type[Exception], ...] = (*locate.transport_errors(HfHubHTTPError), HFValidationError, OSError)
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
+        if not public and not api.repo_info(repository).private:
+            hint = "Add --public, make the repository private, or give another name."
+            raise UnreachableError("is public, and was there before", where=f"hub:{repository}", hint=hint)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
     except failures as error:
         hint = "Check the network. Set HF_TOKEN to a token with write access, or log in: hf auth login"

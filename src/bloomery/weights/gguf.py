@@ -550,8 +550,8 @@ def _rope_scaling(meta: Metadata, name: str, facts: Mapping[str, Any], tensors: 
             raise CheckpointError("has RoPE factors, which are not supported", where=str(meta.file), hint=hint)
         lists = {f"{length}_factor": factors[f"rope_factors_{length}.weight"] for length in ("long", "short")}
         return {"rope_type": "longrope", "original_max_position_embeddings": original, **lists}
-    kind = meta.text(f"{name}.rope.scaling.type", "none")
-    factor = meta.number(f"{name}.rope.scaling.factor", 1.0)
+    kind = meta.text(f"{name}.rope.scaling.type", "linear")
+    factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
     if kind == "none" or factor in (0.0, 1.0):
         return None
     if kind == "linear":

@@ -22,11 +22,12 @@ from tokenizers import models
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
+from bloomery.core.chat import sampling_of
 from bloomery.core.errors import CheckpointError
 from bloomery.core.log import info
 from bloomery.model.config import LongRopeScaling, ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.tokenizer import Tokenizer, steps
+from bloomery.tokenizer.tokenizer import SPACE, Tokenizer, steps
 from bloomery.weights import architectures
 from bloomery.weights.architectures import Architecture, gathered
 from bloomery.weights.gguf import (
@@ -302,6 +303,11 @@ def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], 
         writer.add_parallel_residual(bool(facts["use_parallel_residual"]))
     if arch in ("gemma3", "phi3") and (window := facts.get("sliding_window")):
         writer.add_sliding_window(window)
+        if arch == "phi3" and window < config.context_length:
+            info(
+                f"llama.cpp ignores the sliding window of Phi-3: after {window:,} tokens, it computes otherwise",
+                "yellow",
+            )
     scaling = config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
@@ -336,8 +342,7 @@ def _add_tokenizer(writer: package.GGUFWriter, tokenizer: Tokenizer, rows: int, 
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(tokens, merges))
-        prefix = any(step["type"] == "Prepend" for step in steps(spec["normalizer"], "normalizer"))
-        writer.add_add_space_prefix(prefix)
+        writer.add_add_space_prefix(_puts_space_first(spec, where))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre_of(spec, where))
@@ -346,6 +351,26 @@ def _add_tokenizer(writer: package.GGUFWriter, tokenizer: Tokenizer, rows: int, 
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_string("tokenizer.huggingface.json", tokenizer.to_json())
+
+
+def _puts_space_first(spec: Mapping[str, Any], where: str) -> bool:
+    """
+    Whether llama.cpp is to put a space before each text, for a SentencePiece tokenizer. Raises CheckpointError for one
+    that changes text in other ways.
+    """
+    before = steps(spec["normalizer"], "normalizer") + steps(spec["pre_tokenizer"], "pre_tokenizer")
+    schemes = {step["prepend_scheme"] for step in before if step["type"] == "Metaspace"}
+    spaces = ({"String": " "}, {"String": SPACE})
+    for step in before:
+        is_space = step["type"] in ("Replace", "Split") and step["pattern"] in spaces
+        if step["type"] not in ("Prepend", "Metaspace") and not is_space:
+            what = f"its tokenizer changes text by the step {step['type']}, which llama.cpp does not have"
+            raise CheckpointError(what, where=where, hint="Use --format hf.")
+    if "first" in schemes:
+        info(
+            "llama.cpp reads a text without a chat template as if no space were before it; this model had one", "yellow"
+        )
+    return "always" in schemes or any(step["type"] == "Prepend" for step in before)
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
@@ -414,6 +439,7 @@ def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWord
         writer.add_chat_template(words.chat_template)
     if other := [id for id in ends if id != ids.get("eos_token")]:
         writer.add_eot_token_id(other[0])
+    sampling = sampling_of(words.generation)
     for key, theirs in SAMPLING.items():
-        if (value := words.generation.get(theirs)) is not None:
-            writer.add_uint32(key, value) if theirs == "top_k" else writer.add_float32(key, float(value))
+        if (value := sampling.get(theirs)) is not None:
+            writer.add_uint32(key, int(value)) if theirs == "top_k" else writer.add_float32(key, float(value))

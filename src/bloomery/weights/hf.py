@@ -339,6 +339,8 @@ def write_words(
     }
     if isinstance(words.chat, JinjaRenderer) and words.generation.get("eos_token_id") is not None:
         ids["eos_token_id"] = words.generation["eos_token_id"]
+    elif not words.is_ours and not isinstance(words.chat, Renderer) and len(words.end_ids) > 1:
+        ids["eos_token_id"] = sorted(words.end_ids)
     if not words.is_ours and not ids.keys() & {"bos_token_id", "eos_token_id"}:  # only config.json names them
         ids |= {"bos_token_id": id} if (id := words.tokenizer.boundary_id) is not None else {}
         ids |= {"eos_token_id": sorted(words.end_ids)} if words.end_ids else {}
@@ -395,7 +397,7 @@ def streamed(path: Path, dtype: LoadFormat = "float32") -> Loaded:
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
     if is_adapter(path):
-        return _adapted_language(path, language(base_of(path)))
+        return _adapted_language(path, below := base_of(path), language(below))
     return _language(opened_model(path))
 
 
@@ -498,8 +500,8 @@ def _language(opened: OpenedModel) -> ModelLanguage:
     return ModelLanguage.ours(Renderer(tokenizer, template_of(path)))
 
 
-def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
-    """The words of a model that others trained, from the files of transformers."""
+def _language_of_folder(opened: OpenedModel, below: Mapping[str, Any] | None = None) -> ModelLanguage:
+    """The words of a model that others trained, from its folder. It overrides the generation settings of `below`."""
     folder = opened.path
     settings: dict[str, Any] = _settings(folder / TOKENIZER_CONFIG)
     roles = importers.roles_of(folder)
@@ -517,7 +519,7 @@ def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
         what = f"its chat_template is {shorten(repr(text))}, not a text"
         raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=again(folder))
     tokenizer = importers.load_foreign(folder, roles, _boundaries(opened))
-    return _foreign(tokenizer, text, roles, _settings(folder / GENERATION), opened)
+    return _foreign(tokenizer, text, roles, {**(below or {}), **_settings(folder / GENERATION)}, opened)
 
 
 def _ids(*values: Any) -> list[int]:
@@ -638,7 +640,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     from bloomery.weights import peft
 
     adapter, facts, own, base_folder, below = _adapter_and_base(folder)
-    words = _adapted_language(folder, below)
+    words = _adapted_language(folder, base_folder, below)
     if facts and words.chat is not None and words.chat.name != OWN:
         names = special_tokens(words.chat.name)
         if any(words.tokenizer.holds(name) and not below.tokenizer.holds(name) for name in names):
@@ -651,7 +653,7 @@ def _with_adapters(folder: Path, kept: _Kept, special: Sequence[str]) -> Loaded:
     if base_folder.is_dir():
         safetensors.verify(base_folder)
     if not facts:
-        return replace(loaded, folder=folder)
+        return replace(loaded, language=words, folder=folder)
     return replace(loaded, language=words, made_from=lineage_of(folder), folder=folder)
 
 
@@ -675,7 +677,7 @@ def separate_adapter(folder: Path, dtype: LoadFormat) -> SeparateAdapter | None:
     adapter, _, own, base_folder, below = _adapter_and_base(folder)
     if adapter.magnitudes or is_adapter(base_folder) or "stretched" in own:
         return None
-    words = _adapted_language(folder, below)
+    words = _adapted_language(folder, base_folder, below)
     if own["kept_as"] not in ("float32", dtype, kept_as_in("auto", opened_model(base_folder))):
         return None
     shape, rows = config_of(base_folder)
@@ -697,10 +699,10 @@ def _adapter_and_base(folder: Path) -> tuple[Any, dict[str, Any], dict[str, Any]
     return adapter, facts, own, base_folder, language(base_folder)
 
 
-def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
+def _adapted_language(folder: Path, base_folder: Path, words: ModelLanguage) -> ModelLanguage:
     """The words of adapters: those of their base, in the template that they were trained with."""
     if not (folder / LINEAGE).is_file():
-        return words
+        return _language_of_peft(folder, base_folder, words)
     saved, lineage = read_file(folder / LINEAGE, SavedLineage), lineage_of(folder)
     if saved.get(TEMPLATE_NAME) == OWN:
         _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, folder)
@@ -714,21 +716,22 @@ def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
     return replace(ModelLanguage.ours(chat), generation=words.generation)
 
 
+def _language_of_peft(folder: Path, base_folder: Path, words: ModelLanguage) -> ModelLanguage:
+    """The words of PEFT's adapters: their folder's if it has a tokenizer and a template, or else those of the base."""
+    if not any((folder / name).is_file() for name in importers.IN_FOLDERS):
+        return words
+    while is_adapter(base_folder):
+        base_folder = base_of(base_folder)
+    own = _language_of_folder(replace(opened_model(base_folder), path=folder), words.generation)
+    importers.check_ids(own.tokenizer, words.tokenizer, str(folder))
+    return words if own.chat is None else own
+
+
 def base_of(folder: Path) -> Path:
     """The model that the adapters of a folder adapt. Raises CheckpointError where it is not there."""
     from bloomery.weights import peft
 
     return _base(folder, peft.read(folder))[2]
-
-
-def num_rows(folder: Path) -> int:
-    """How many rows the tables of a model have. Raises CheckpointError where its configuration is none."""
-    return config_of(folder)[1]
-
-
-def context(folder: Path) -> int:
-    """How many tokens a model takes. Raises CheckpointError where its configuration is none."""
-    return config_of(folder)[0].context_length
 
 
 def _base(
@@ -774,7 +777,8 @@ def digest(folder: Path) -> str:
     if folder.is_file():
         return cache.sha256_of(folder)
     safetensors.verify(folder)
-    names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
+    endings = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+    names = sorted(file for pattern in endings for file in folder.glob(pattern))
     return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in names]))
 
 

@@ -23,7 +23,10 @@ CYCLES = ("attention", "sliding_window", "mlp", "rope_layers")
 TABLES = ("embed.weight", "head.weight")
 """Weights with a row for each token ID."""
 
-BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+BUFFERS = re.compile(
+    r"(.*\.)?rotary_emb\.inv_freq"
+    r"|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias"
+)
 """Tensors in some files that are no weights but follow from the configuration: frequencies, causal masks."""
 
 

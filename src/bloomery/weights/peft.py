@@ -172,7 +172,7 @@ def merging(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -
         changes = parted(pieces[name], adapter.scales[name] * (b.float() @ a.float()), sizes)
         weight = weight + changes[number]
         if (lengths := adapter.magnitudes.get(name)) is not None:
-            weight *= (torch.split(lengths, sizes)[number] / torch.linalg.vector_norm(weight, dim=1))[:, None]
+            weight *= (parted(pieces[name], lengths, sizes)[number] / torch.linalg.vector_norm(weight, dim=1))[:, None]
         return finite(ours, weight, str(folder), _AGAIN)
 
     return merged
@@ -221,6 +221,7 @@ def fill(model: Transformer, folder: Path) -> None:
             if len(b) != sum(sizes):
                 raise CheckpointError(f"{name} has another shape", where=str(folder), hint=_AGAIN)
             b = torch.cat(parted(piece, b, sizes))
+            lengths = None if name not in saved.magnitudes else torch.cat(parted(piece, saved.magnitudes[name], sizes))
             row = column = 0
             for path, rows in zip(paths, sizes, strict=True):
                 if f"{path}.lora_a" in own:
@@ -230,8 +231,8 @@ def fill(model: Transformer, folder: Path) -> None:
                         raise CheckpointError(f"{name} has another shape", where=str(folder), hint=_AGAIN)
                     mine_a.copy_(a[column : column + rank])
                     mine_b.copy_(b[row : row + rows, column : column + rank])
-                    if f"{path}.magnitude" in own:
-                        own[f"{path}.magnitude"].copy_(saved.magnitudes[name][row : row + rows])
+                    if f"{path}.magnitude" in own and lengths is not None:
+                        own[f"{path}.magnitude"].copy_(lengths[row : row + rows])
                     column += rank
                 row += rows
 
@@ -293,7 +294,7 @@ def _magnitudes(piece: WeightMapping, weights: Mapping[str, Tensor], model: Tran
             whole = module.dense(torch.float32) if isinstance(module, quantize.QuantizedLinear) else module.weight
             own = torch.linalg.vector_norm(whole.float(), dim=1)
         parts.append(own.detach().to(weights[next(iter(weights))].device))
-    return torch.cat(parts)
+    return joined(piece, parts)
 
 
 def _outputs(model: Transformer, path: str) -> int:
