@@ -361,6 +361,11 @@ class Training(Config):
     """
     mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
     """Axes over which ranks share model and data. Not set: `parallelism` decides."""
+    offload: Literal["none", "auto", "host"] = Field("none", json_schema_extra=VOLATILE)
+    """
+    Whether weights, gradients and optimizer state stay in the memory of the `host`, which is slow. The device gets one
+    layer after another. It needs `fsdp`, a mesh, or a single process. `auto`: only if nothing fits otherwise.
+    """
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)

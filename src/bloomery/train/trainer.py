@@ -35,7 +35,7 @@ from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
-from bloomery.train.plan.here import decided
+from bloomery.train.plan.here import decided, offload_cost
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
@@ -127,8 +127,13 @@ class TrainingRun:
             if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
                 inputs = self._shape, self.samples, precision, self._desk, self.world
                 self.config = compile.settled_before_sharding(self.config, *inputs)
-                on_meta = any(weight.is_meta for weight in self.model.parameters())
-                fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta), own=self.own)
+                spread = self.world.any(any(weight.is_meta for weight in self.model.parameters()))
+                offload = self.config.offload == "host"
+                if offload:
+                    info(offload_cost(self.config, self._shape, self.model.vocab_size, device, self.world))
+                if self.world.size == 1:
+                    stack.enter_context(distributed.joined_alone())
+                fsdp.shard(self.model, self.world, device, mesh, spread=spread, own=self.own, offload=offload)
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
