@@ -179,18 +179,23 @@ def shard(
         register_fsdp_forward_method(head, "entered")
         model.norm.register_forward_hook(lambda norm, x, hidden: head.entered(hidden))
     if spread:
-        tables = [module for module in model.modules() if isinstance(module, NF4)]
-        buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
-        model.to_empty(device="cpu" if offload else kind)
-        for name, buffer in buffers.items():
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._buffers[leaf] = buffer
-        for module in tables:
-            module.pairs = quantize.pairs(kind)
+        _make_room(model, "cpu" if offload else kind, kind)
         if own is None:
             take(model, full if world.is_first else None)
         else:
             own.fill(model, full)
+
+
+def _make_room(model: Transformer, parts: torch.device | str, kind: torch.device) -> None:
+    """Give weights that have shapes alone memory at `parts`, and leave buffers with their numbers on a device."""
+    tables = [module for module in model.modules() if isinstance(module, NF4)]
+    buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
+    model.to_empty(device=parts)
+    for name, buffer in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = buffer
+    for module in tables:
+        module.pairs = quantize.pairs(kind)
 
 
 class OwnParts:

@@ -164,7 +164,7 @@ def step_time(
         matmuls=micro_batches * matmuls + orthogonal / at.matmul,
         attention=micro_batches * tokens * attention / at.matmul,
         memory=(micro_batches * moved + copied) / at.memory,
-        update=update * min(devices, HOST_DEVICES) / HOST_MEMORY if way.offload else update / at.memory,
+        update=host_update(what, way) if way.offload else update / at.memory,
         exchange=exchange,
         host=(micro_batches + 0.2) * kernels * LAUNCH_SECONDS,
         bus=bus_bytes(what, way, rows_per_step) / BUS if way.offload else 0.0,
@@ -219,6 +219,11 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
         return 0.0, moved / shards
     flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in matrix_sides(what.model))
     return flops / way.devices, moved / shards + ORTHOGONAL_BYTES * in_blocks / way.devices
+
+
+def host_update(what: Workload, way: TrainSetup) -> float:
+    """Seconds of an update by the CPU, of the parts of all devices of a host."""
+    return _update(what, way)[1] * min(way.devices, HOST_DEVICES) / HOST_MEMORY
 
 
 def _exchange(what: Workload, way: TrainSetup, at: Rates, micro_batches: int, micro: float) -> tuple[float, float]:

@@ -82,6 +82,7 @@ HEADS_APART = "with tp, each device has some of the heads, and a cache of keys h
 DROPS_OTHERS = "with tp, each device would drop others than one device does"
 WRITTEN_OUT = "with tp, blocks exchange numbers while they compute"
 STAYS_TOGETHER = "stages 1 and 2 keep all weights on the device during a step"
+COPIED_AGAIN = "for each token, all weights would come from the host"
 ALL_ON_DEVICE = "its answers and its reference need the whole model on the device"
 
 
@@ -113,6 +114,11 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
     for setting, why, hint in (
         ("" if config.may_shard or not offloads else "[prefer]", ALL_ON_DEVICE, 'Set prefer.offload="none".'),
         ('offload="host"' if offloads and mesh.zero_stage < 3 else "", STAYS_TOGETHER, "Set mesh.zero_stage=3."),
+        (
+            "sample_every" if offloads and config.sample_every else "",
+            COPIED_AGAIN,
+            'Set sample_every=0 or offload="none".',
+        ),
         ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
@@ -147,6 +153,16 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         if setting:
             raise ConfigError(f"{setting} does not work with {how}: {why}", hint=hint)
     return mesh
+
+
+def may_offload(config: Training, devices: int, *, adapters: bool = False) -> bool:
+    """Whether a run accepts that weights stay on the host, if several processes shard them."""
+    several = config.mesh is None and devices > 1
+    asked = config.model_copy(update={"offload": "host", **({"parallelism": "fsdp"} if several else {})})
+    try:
+        return check_shard(asked, devices, adapters=adapters) is not None
+    except ConfigError:
+        return False
 
 
 def check_offload(offload: str, target: "Machine", stage: str) -> None:
@@ -563,13 +579,15 @@ def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
 
 def bus_bytes(what: Workload, way: TrainSetup, rows_per_step: int) -> float:
     """
-    Between the host and each device in a step. In each micro-batch, weights come for both passes, and gradients go.
-    Muon also moves matrices to the device and back.
+    Between the host and each device in a step. In each micro-batch, blocks come for both passes, the head for one, an
+    embedding of its own for both if it is trained, and gradients go. Muon also moves matrices to the device and back.
     """
-    trained = trained_parameters(what, way)
-    weights = base_bytes(what, way) + (0 if way.method == "full" else BYTES * trained)
+    trained, tied = trained_parameters(what, way), what.model.tie_embeddings
+    table = BYTES * what.vocab_size * what.model.hidden_size
+    blocks = base_bytes(what, way) + (0 if way.method == "full" else BYTES * trained) - (1 if tied else 2) * table
+    tables = table * (1 if tied else 3 if way.method == "full" else 2)
     micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
-    moved = micro_batches * (2 * weights + BYTES * trained) / way.num_shards
+    moved = micro_batches * (2 * blocks + tables + BYTES * trained) / way.num_shards
     if way.method == "full" and what.optimizer.kind == "muon":
         moved += 2 * way.bytes_per_number * sum(k * n for k, n in matrix_sides(what.model))
     return moved
@@ -610,6 +628,15 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
         if training >= loading:
             return process | {"training": target.devices * peak_bytes, "saving": saving}
     return process | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+LARGE_HOST_BYTES = 2**41
+"""Of memory, beyond which no plan expects a host to go whose memory is not known."""
+
+
+def with_host(target: Machine) -> Machine:
+    """A target whose host has to hold what its devices offload."""
+    return replace(target, host_bytes=target.host_bytes or LARGE_HOST_BYTES)
 
 
 def fits(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:

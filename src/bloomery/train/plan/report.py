@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bloomery.core.errors import ConfigError
 from bloomery.core.log import about, counted, wrapped
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
-from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES
+from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, host_update
 from bloomery.train.plan.memory import (
     BASES,
     MEASURED_SHARE,
@@ -27,6 +26,7 @@ from bloomery.train.plan.memory import (
     host_needs,
     in_host,
     kv_bytes,
+    may_offload,
     needs,
     remarks,
     rows_at_once,
@@ -254,7 +254,11 @@ class PlanReport:
         largest_first = sorted((name for name in PARTS if parts.get(name)), key=lambda name: -parts[name])
         breakdown = ", ".join(f"{PARTS[name]} {_size(parts[name])}" for name in largest_first)
         how = "traced" if self.choice.traced else "estimated"
-        later = "" if parts.get("gradients") else f"; gradients ({_size(self.choice.needs.gradients)}) come later"
+        later = (
+            ""
+            if parts.get("gradients") or not self.choice.needs.gradients
+            else f"; gradients ({_size(self.choice.needs.gradients)}) come later"
+        )
         return f"{_size(self.choice.peak_bytes)} at the peak, {MOMENTS[moment]} ({how}): {breakdown}{later}"
 
     def _time(self) -> str:
@@ -290,7 +294,9 @@ def fix(plan: PlanReport) -> str:
         if not candidate.way.offload:
             return text
         needed = sum(host_needs(candidate.what, candidate.way, plan.target, candidate.peak_bytes).values())
-        return f"{text}, and {_size(needed)} of the computer's own memory. {bus(plan.ask, candidate)}"
+        count = plan.devices_needed
+        more = "" if count is None else f' Or use {count} such devices with {plan.ask.stage}.parallelism="fsdp".'
+        return f"{text}, and {_size(needed)} of the computer's own memory. {bus(plan.ask, candidate)}{more}"
     context, count = context_that_fits(plan), plan.devices_needed
     smaller = "a smaller model" if context is None else f"a context of {context:,} tokens (estimated)"
     more = "" if count is None else f', or {count} such devices with {plan.ask.stage}.parallelism="fsdp"'
@@ -351,8 +357,7 @@ def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True)
         *([way.precision] if precision else []),
         *([f"checkpointing {way.activation_checkpointing}"] if way.activation_checkpointing != "none" else []),
     ]
-    parts += ["sharded"] if way.sharded and not (way.offload and way.devices == 1) else []
-    parts += ["offloaded"] if way.offload else []
+    parts += ["offload"] if way.offload else ["sharded"] if way.sharded else []
     if rows:
         tokens = way.rows * candidate.what.model.context_length
         parts.append(f"{counted(way.rows, 'sequence')} ({tokens:,} tokens) per micro-batch")
@@ -360,10 +365,17 @@ def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True)
 
 
 def bus(ask: PlanRequest, candidate: Candidate) -> str:
-    """What a configuration that offloads copies in a step, as a sentence."""
-    moved = bus_bytes(candidate.what, candidate.way, ask.rows_per_step)
-    seconds = f"{moved / BUS:,.2g} s at an assumed {BUS / 1e9:.0f} GB/s"
-    return f"Each step copies {_size(int(moved))} between host and device ({seconds})."
+    """What a configuration that offloads costs in a step, as a sentence."""
+    moved, update = (
+        bus_bytes(candidate.what, candidate.way, ask.rows_per_step),
+        host_update(candidate.what, candidate.way),
+    )
+    copies = f"{_size(int(moved))} between host and device ({_seconds(moved / BUS)} at an assumed {BUS / 1e9:.0f} GB/s)"
+    return f"Each step copies {copies}, and the CPU updates in {_seconds(update)} (at {HOST_MEMORY / 1e9:.0f} GB/s)."
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.{2 if value < 1 else 1 if value < 10 else 0}f} s"
 
 
 def _round(value: float | None) -> float | None:
@@ -386,6 +398,9 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     mesh = check_shard(config, target.devices, adapters=lora is not None)
     check_offload(config.offload, target, type(config).__name__.lower())
     shards = 1 if mesh is None else mesh.dp_shard * mesh.tp
+    accepted = may_offload(config, target.devices, adapters=lora is not None)
+    refused = (set() if config.may_shard else {"parallelism"}) | (set() if accepted else {"offload"})
+    offloads = accepted and target.offloads and (mesh is not None or target.devices == 1)
     return PlanRequest(
         stage=stage,
         what=Workload(
@@ -415,22 +430,11 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             compiled=config.compile == "on",
             offload=config.offload == "host",
         ),
-        available=frozenset(type(config).model_fields) - (frozenset() if config.may_shard else WITH_PARTS),
-        may_offload=config.offload == "auto" and _may_offload(config, target, adapters=lora is not None),
+        available=frozenset(type(config).model_fields) - refused,
+        may_offload=config.offload == "auto" and offloads,
         levels=LEVELS if config.activation_checkpointing == "auto" else (),
         besides=config.not_planned,
     )
-
-
-WITH_PARTS = {"parallelism", "offload"}
-
-
-def _may_offload(config: Training, target: Machine, *, adapters: bool) -> bool:
-    try:
-        check_shard(config.model_copy(update={"offload": "host"}), target.devices, adapters=adapters)
-    except ConfigError:
-        return False
-    return target.offloads
 
 
 def planned(

@@ -28,9 +28,7 @@ from bloomery.train.plan.memory import (
     FROZEN_BYTES,
     MEASURED_SHARE,
     ROUNDED_WHOLE,
-    SCALES_SCALED,
     SCALES_WHOLE,
-    STAYS_TOGETHER,
     USUAL_TOKENS,
     Machine,
     MemoryEstimate,
@@ -42,6 +40,7 @@ from bloomery.train.plan.memory import (
     adapter_parameters,
     fits,
     needs,
+    with_host,
 )
 
 ACTIVATION_PASSES = 4
@@ -135,11 +134,6 @@ class PlanRequest:
     """Whether weights go to the host where none of these fits: the recipe leaves it open, and a run accepts it."""
     steps_from: Literal["recipe", "packed", "estimated", "unknown"] = "recipe"
     """What tells the number of steps: the recipe, packed sequences, or the size of the files of conversations."""
-
-    @property
-    def has_double(self) -> bool:
-        """Whether the recipe's base is one whose scales have scales."""
-        return self.what.lora is not None and self.what.lora.base_dtype == "nf4_double"
 
     @property
     def step_tokens(self) -> int:
@@ -320,8 +314,6 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
     alone = way.offload and way.devices == 1
     if way.sharded and way.method != "full" and not (ask.way.shards or alone):  # a mesh has some
         return BASE_WHOLE
-    if way.offload and (ask.way.zero_stage < 3 or (way.method == "nf4" and ask.has_double)):
-        return STAYS_TOGETHER if ask.way.zero_stage < 3 else SCALES_SCALED
     if way.method == "full" and way.weight_bytes == 2 and way.precision != "bfloat16":
         return "weights in bfloat16 are multiplied as they are"
     if way.sharded and way.weight_bytes == 2:
@@ -372,9 +364,10 @@ def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = 
         unknown = not set(change.setting.split()) <= ask.available
         if unknown or _missing(ask, what, way) or (change.setting == "parallelism" and target.devices == 1):
             continue
+        machine = with_host(target) if way.offload else target
         if way.offload and not target.offloads:
             continue
-        if best(ask, what, way, target).fits and (candidate := fitting(ask, what, way, target, check)).fits:
+        if best(ask, what, way, machine).fits and (candidate := fitting(ask, what, way, machine, check)).fits:
             several = target.devices > 1
             others = [
                 f'{ask.stage}.parallelism="none"' if several and ask.way.sharded and not way.sharded else "",

@@ -43,13 +43,13 @@ from bloomery.train.plan.memory import (
     PROCESS_BYTES,
     ROUNDED_WHOLE,
     SCALES_WHOLE,
-    STAYS_TOGETHER,
     UPDATE_NUMBERS,
     USUAL_TOKENS,
     Machine,
     MemoryEstimate,
     activation_bytes_per_token,
     check_offload,
+    with_host,
 )
 from bloomery.train.sharding_rules import (
     ShardingKind,
@@ -134,6 +134,8 @@ class ShardingRequest:
     """Of a number that devices send each other: 4 where matmuls are in float32."""
     offload: Literal["none", "auto", "host"] = "none"
     """Whether parts, gradients and optimizer stay on the host; `auto`: where nothing else fits."""
+    can_offload: bool = True
+    """Whether a run would accept that."""
 
     @property
     def rows_per_device(self) -> int:
@@ -205,9 +207,9 @@ class ShardingPlan:
         """What a device and its host copy in a step: weights for both passes of each micro-batch, and gradients."""
         if not self.offloads:
             return 0
-        weights = sum(tensor.local_bytes for tensor in self.tensors)
+        weights = sum(_passes(self.ask, tensor.unit) * tensor.local_bytes for tensor in self.tensors)
         gradients = BYTES * sum(tensor.local_numbers for tensor in self.tensors if tensor.trained)
-        moved = self.micro_batches * (2 * weights + gradients)
+        moved = self.micro_batches * (weights + gradients)
         if self.ask.optimizer.kind == "muon" and self.ask.lora is None:  # whole matrices come, and directions go
             sides = (tensor for tensor in self.tensors if tensor.optimizer_bytes == OPTIMIZER_BYTES["muon"][0])
             moved += 2 * MATMUL_BYTES * sum(tensor.numbers for tensor in sides)
@@ -369,6 +371,8 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     if config.weight_dtype == "bfloat16":
         what = f'weight_dtype="bfloat16" does not work with a mesh: {ROUNDED_WHOLE}'
         raise ConfigError(what, where="finetune.weight_dtype", hint='Set weight_dtype="float32".')
+    if config.offload == "host":
+        memory.check_shard(config, config.mesh.devices, adapters=config.lora is not None)
     level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
     ask = ShardingRequest(
         model=model.model_copy(update={"context_length": context}),
@@ -379,6 +383,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
         lora=config.lora,
         activation_checkpointing="full" if level == "auto" else level,
         offload=config.offload,
+        can_offload=memory.may_offload(config, config.mesh.devices, adapters=config.lora is not None),
     )
     if config.micro_batch_tokens == "auto":
         return ask
@@ -394,9 +399,9 @@ def fix(plan: ShardingPlan) -> str | None:
             return "finetune.lora.base_dtype=nf4"
     if plan.needed:
         return f"finetune.mesh.dp_shard={plan.needed}"
-    can = plan.target.offloads and plan.ask.mesh.zero_stage == 3
+    can = plan.target.offloads and plan.ask.can_offload
     ask = replace(plan.ask, offload="host")
-    return "finetune.offload=host" if can and _planned(ask, plan.target, plan.link).fits else None
+    return "finetune.offload=host" if can and _planned(ask, with_host(plan.target), plan.link).fits else None
 
 
 def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) -> ShardingPlan:
@@ -407,14 +412,11 @@ def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) ->
     if ask.optimizer.kind == "adamw8bit":
         what = f'optimizer.kind="adamw8bit" does not work with a mesh: {SCALES_WHOLE}'
         raise ConfigError(what, where="finetune.optimizer", hint='Set optimizer.kind="adamw".')
-    if ask.offload == "host" and ask.mesh.zero_stage < 3:
-        what = f'offload="host" does not work with a mesh: {STAYS_TOGETHER}'
-        raise ConfigError(what, where="finetune.mesh", hint="Set mesh.zero_stage=3.")
     check_offload(ask.offload, target, "finetune")
     plan = _planned(ask, target, link)
     if plan.fits:
         return plan
-    if ask.offload == "auto" and target.offloads and ask.mesh.zero_stage == 3:
+    if ask.offload == "auto" and target.offloads and ask.can_offload:
         offloaded = _planned(replace(ask, offload="host"), target, link)
         if offloaded.fits:
             return offloaded
@@ -627,6 +629,13 @@ def _pinned(num_bytes: int) -> int:
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
+def _passes(ask: ShardingRequest, unit: str) -> int:
+    """In how many passes a unit is gathered, each time."""
+    # a frozen embedding has no backward pass, and the loss uses the head once for both passes
+    again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not ask.model.tie_embeddings)
+    return 2 if again else 1
+
+
 def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> list[Traffic]:
     """What each device receives in a step, by collective and axis."""
     mesh, model = ask.mesh, ask.model
@@ -641,10 +650,8 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
 
     for unit, parts in _units(tensors).items():
         whole = sum(tensor.gathered_bytes(mesh, ask.matmul_bytes) for tensor in parts)
-        # a frozen embedding has no backward pass, and the loss uses the head once for both passes
-        again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not model.tie_embeddings)
         kept = mesh.zero_stage < 3
-        add("all-gather", "dp_shard", whole * (2 if again and not kept else 1), mesh.dp_shard, once=kept)
+        add("all-gather", "dp_shard", whole * (1 if kept else _passes(ask, unit)), mesh.dp_shard, once=kept)
     once = mesh.zero_stage == 1
     for tensor in tensors:
         if tensor.trained:
