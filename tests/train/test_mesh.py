@@ -318,7 +318,8 @@ def test_the_bus_carries_the_bytes_of_both_plans(method: str, other: str, monkey
 def on_host_of_gpus(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A part as FSDP2 keeps it: in the host's memory, over a mesh of GPUs."""
     facts = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    return DTensor(tensor, DTensorSpec(mesh, (Shard(0),), tensor_meta=facts), requires_grad=False)
+    specification = DTensorSpec(mesh, (Shard(0),), tensor_meta=facts)
+    return DTensor(tensor, specification, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

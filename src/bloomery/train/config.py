@@ -363,8 +363,8 @@ class Training(Config):
     """Axes over which ranks share model and data. Not set: `parallelism` decides."""
     offload: Literal["none", "auto", "host"] = Field("none", json_schema_extra=VOLATILE)
     """
-    Whether weights, gradients and optimizer state stay in the memory of the `host`, which is slow. The device gets one
-    layer after another. It needs `fsdp`, a mesh, or a single process. `auto`: only if nothing fits otherwise.
+    `host`: weights, gradients and optimizer state stay in the computer's memory, and the device gets one layer after
+    another. This is slow. It needs `fsdp`, a mesh, or a single process. `auto`: only if nothing else fits.
     """
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""

@@ -61,8 +61,8 @@ ORTHOGONAL_BYTES = 22
 HOST_DEVICES, BUCKET_BYTES = 8, 2**25
 BUS, HOST_MEMORY = 25e9, 40e9
 """
-Assumed bytes per second where weights stay on the host: of copies from and to pinned memory, by a PCIe 4.0 bus of 16
-lanes (31.5) at 80 %; and of the host's memory, by two channels of DDR4-3200 (51.2) at 80 %. Nobody measures them here.
+Assumed bytes per second where weights stay on the host. Copies from and to pinned memory: 80 % of a PCIe 4.0 bus of 16
+lanes (31.5). The host's memory: 80 % of two channels of DDR4-3200 (51.2). Neither is measured.
 """
 
 

@@ -554,8 +554,8 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
 
 def moving_bytes(what: Workload, way: TrainSetup) -> int:
     """
-    Of the largest unit, where it comes from the host and its gradient goes there: its part as it is kept and rounded,
-    and in training of all weights the gradient in float32, whole and this device's part.
+    Of the largest unit, which comes from the host: its part as it is kept, and rounded. In training of all weights, its
+    gradient goes there: in float32, whole and this device's part.
     """
     facts, shards = cost(what.model, what.vocab_size), way.num_shards
     table = what.vocab_size * what.model.hidden_size

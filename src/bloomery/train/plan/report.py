@@ -254,11 +254,8 @@ class PlanReport:
         largest_first = sorted((name for name in PARTS if parts.get(name)), key=lambda name: -parts[name])
         breakdown = ", ".join(f"{PARTS[name]} {_size(parts[name])}" for name in largest_first)
         how = "traced" if self.choice.traced else "estimated"
-        later = (
-            ""
-            if parts.get("gradients") or not self.choice.needs.gradients
-            else f"; gradients ({_size(self.choice.needs.gradients)}) come later"
-        )
+        gradients = 0 if parts.get("gradients") else self.choice.needs.gradients
+        later = f"; gradients ({_size(gradients)}) come later" if gradients else ""
         return f"{_size(self.choice.peak_bytes)} at the peak, {MOMENTS[moment]} ({how}): {breakdown}{later}"
 
     def _time(self) -> str:
@@ -366,10 +363,8 @@ def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True)
 
 def bus(ask: PlanRequest, candidate: Candidate) -> str:
     """What a configuration that offloads costs in a step, as a sentence."""
-    moved, update = (
-        bus_bytes(candidate.what, candidate.way, ask.rows_per_step),
-        host_update(candidate.what, candidate.way),
-    )
+    moved = bus_bytes(candidate.what, candidate.way, ask.rows_per_step)
+    update = host_update(candidate.what, candidate.way)
     copies = f"{_size(int(moved))} between host and device ({_seconds(moved / BUS)} at an assumed {BUS / 1e9:.0f} GB/s)"
     return f"Each step copies {copies}, and the CPU updates in {_seconds(update)} (at {HOST_MEMORY / 1e9:.0f} GB/s)."
 

@@ -336,8 +336,8 @@ def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, 
 
 def first_fitting(ask: PlanRequest, find: Callable[[TrainSetup], Candidate]) -> Candidate:
     """
-    What `find` makes of the first level of recomputation that fits, of those that are open; then of these on the host,
-    where that is open; else of the last level.
+    What `find` makes of the first level of recomputation that fits, of those that are open; else of the last. Before
+    that, it tries the same levels on the host, where that is open.
     """
     levels = ask.levels or (ask.way.activation_checkpointing,)
     ways = [replace(ask.way, activation_checkpointing=level) for level in levels]
