@@ -92,7 +92,7 @@ class Case:
             "mfu": round(whole * each, 3),
             "mfu_wanted": self.mfu or None,
             "mfu_causal": round(causal * each, 3),
-            "milliseconds": {name: round(1000 * value, 2) for name, value in asdict(time).items()},
+            "milliseconds": {name: round(1000 * value, 2) for name, value in asdict(time).items() if name != "bus"},
             "step_milliseconds": round(1000 * time.seconds, 1),
             "source": self.source,
         }

@@ -1,6 +1,7 @@
 """A recipe that finetunes adapters in ChatML on the weights of others: from their tokenizer to what is exported."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,7 @@ from bloomery.stages import finetune
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.config import Mesh
-from bloomery.weights import export, hf, locate
+from bloomery.weights import checkpoint, export, hf, locate
 from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.stages.test_imported import written
@@ -99,6 +100,31 @@ def test_adapters_on_an_nf4_base_over_a_mesh_learn_what_one_process_learns(tmp_p
     assert told["validation_loss"] == pytest.approx(alone["validation_loss"], abs=2e-5)
     losses = [[line["loss"] for line in lines(out, "loss")] for out in (folders["finetune"], tmp_path / "mesh")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["host", "auto"])
+def test_adapters_on_an_nf4_base_on_the_host_learn_the_same_in_a_process_of_their_own(
+    tmp_path: Path, offload: Literal["host", "auto"]
+) -> None:
+    """`auto` trains on a CPU as without: nothing would be gained there."""
+    settings = ["finetune.dry_run=false", "finetune.log_every=1", 'finetune.device="cpu"']
+    recipe = config.load(Recipe, recipe_of(tmp_path / "theirs"), [*settings, 'finetune.precision="float32"'])
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    pipeline.execute(plans, until="finetune")
+    folders = {plan.stage.name: plan.folder for plan in plans}
+    assert recipe.finetune is not None
+    over = recipe.finetune.model_copy(update={"offload": offload})
+    inputs = {name: folders[name] for name in ("instruct", "pretrain")}
+    told, alone = finetune.run(over, inputs, tmp_path / "host"), records.read_manifest(folders["finetune"])["stats"]
+    for name in ("trained_parameters", "model_bytes", "supervised_tokens", "steps"):
+        assert told[name] == alone[name], name
+    assert told["validation_loss"] == pytest.approx(alone["validation_loss"], abs=2e-5)
+    losses = [[line["loss"] for line in lines(out, "loss")] for out in (folders["finetune"], tmp_path / "host")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    state = checkpoint.newest(tmp_path / "host" / "checkpoints")
+    assert state is not None
+    hf.load(tmp_path / "host" / "model")
 
 
 def test_a_recipe_gives_its_tokenizer_the_tokens_of_its_template_unless_it_names_others(tmp_path: Path) -> None:

@@ -89,6 +89,34 @@ def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any]
     assert not check_shard(config, 1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings", "told"),
+    [
+        (1, {"sample_every": 5}, 'sample_every does not work.*\nSet sample_every=0 or offload="none"'),
+        (2, {}, 'needs a sharded model, but each of 2 processes holds all of it\nSet parallelism="fsdp" or a mesh'),
+        (2, {"mesh": {"dp_shard": 2, "zero_stage": 2}}, "keep all weights on the device.*\nSet mesh.zero_stage=3"),
+        (
+            1,
+            {"optimizer": {"kind": "adamw8bit"}},
+            r'"adamw8bit" does not work with offload="host".*\nSet optimizer.kind',
+        ),
+        (1, {"weight_dtype": "bfloat16"}, '"bfloat16" does not work with offload="host".*\nSet weight_dtype="float32"'),
+    ],
+)
+def test_what_does_not_go_with_offloading_is_refused_by_name(ranks: int, settings: dict[str, Any], told: str) -> None:
+    config = build(Training, {"steps": 1, "global_batch_tokens": 1, "offload": "host", **settings})
+    with pytest.raises(ConfigError, match=told):
+        check_shard(config, ranks)
+    assert check_shard(config.model_copy(update={"offload": "auto"}), ranks) == config.mesh, "then it never offloads"
+
+
+def test_a_process_that_offloads_alone_holds_the_only_part_adapters_included() -> None:
+    config = build(Training, {"steps": 1, "global_batch_tokens": 1, "offload": "host"})
+    assert check_shard(config, 1) == check_shard(config, 1, adapters=True) == Mesh()
+    assert check_shard(config.model_copy(update={"offload": "none"}), 1) is None
+    assert not launch.stays_here(config)
+
+
 def test_preference_training_is_refused_with_parts_before_ranks_wait_for_each_other() -> None:
     """Each rank asks the model on its own, so that they would pass through it at other times."""
     pairs = {"pairs": [{"kind": "worlds"}]}
@@ -96,6 +124,8 @@ def test_preference_training_is_refused_with_parts_before_ranks_wait_for_each_ot
     with pytest.raises(ConfigError, match=r'^\[prefer\] does not work with parallelism="fsdp".*\n.*parallelism="none"'):
         check_shard(config, 2)
     assert not check_shard(config.model_copy(update={"parallelism": "none"}), 2)
+    with pytest.raises(ConfigError, match=r'need the whole model on the device\nSet prefer.offload="none"'):
+        check_shard(config.model_copy(update={"offload": "host"}), 1)
 
 
 def compare(one: Path, other: Path) -> None:
@@ -206,6 +236,27 @@ def test_a_run_goes_on_with_other_ranks_and_other_parts(
     compare(first, other)
     if before == after:
         assert furthest(first, other) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_with_weights_on_the_host_is_one_without_and_goes_on_as_either(
+    shards: Path, tmp_path: Path, finished: Callable[..., Path], optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations, norms, saves and the model that is left included."""
+    settings: dict[str, Any] = {"eval_every": 5, "micro_batch_tokens": 16, "grad_stats_every": 4, **SAVES_AT_ENDS}
+    one, more = finished(1, optimizer, **settings), settings | {"optimizer": OPTIMIZERS[optimizer], "keep_last": 20}
+    run(shards, tmp_path / "host", 1, offload="host", **more)
+    assert "offload: nothing moves, as a CPU computes in the host's memory" in capsys.readouterr().err
+    compare(one, tmp_path / "host")
+    for name, offload in (("again", "host"), ("back", "none")):
+        other = stopped(tmp_path / "host", tmp_path / name, 5)
+        run(shards, other, 1, offload=offload, **more)
+        compare(one, other)
+        assert offload == "none" or furthest(tmp_path / "host", other) == 0.0
+    two = run(shards, tmp_path / "two", 2, parallelism="fsdp", offload="host", **more)
+    assert two["steps"] == STEPS
+    compare(one, tmp_path / "two")
 
 
 def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:

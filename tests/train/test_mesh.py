@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import ConfigError
+from bloomery.hw import distributed
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import collectives, fsdp, launch
+from bloomery.train import collectives, fsdp, launch, optim
 from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan.memory import of_memory
+from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
@@ -34,6 +35,10 @@ from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, proc
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = {
@@ -238,6 +243,119 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             bytes_of_plan = planned(method, layers, rows, of_axes(axes, other))
             assert told["received"] == pytest.approx(bytes_of_plan, rel=0.02, abs=100), (method, other, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * held  # tp does not cut norms and some adapters
+
+
+# --- weights, gradients and optimizer on the host ---------------------------------------------------------------------
+
+OFFLOADED: list[Case] = [
+    *((method, "", (2, 2, 1)) for method in METHODS),
+    *(("full", other, (1, 2, 2)) for other in ("", "tied", "muon", "lion", "ademamix", "pairs of heads")),
+    ("DoRA, NF4", "all biases", (1, 1, 4)),
+    ("NF4", "", (1, 4, 1)),
+]
+
+
+def offloaded(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What each rank learns with its parts on the host, and without."""
+    torch.set_num_threads(1)
+    found = {}
+    for method, other, axes in OFFLOADED:
+        told = []
+        for offload in (True, False):
+            model = made(method, other, 1)
+            fsdp.shard(model, world, processor(), of_axes(axes, other), offload=offload)
+            told.append(learned(model, other, 8, world))
+        found[f"{method} {other} {axes}"] = told
+    return found
+
+
+@pytest.mark.slow
+def test_parts_on_the_host_learn_what_parts_on_the_device_learn() -> None:
+    """Bit for bit, as nothing moves on a CPU. The units do go through all of FSDP2's offloading."""
+    found = launch.run("tests.train.test_mesh:offloaded", {}, 4)
+    assert len(found) == len(OFFLOADED)
+    for case, (on_host, on_device) in found.items():
+        assert on_host == on_device, case
+        assert on_host["losses"][-1] < on_host["losses"][0] - 0.001, case
+
+
+@pytest.mark.parametrize(("method", "other"), [("full", "muon"), ("DoRA, NF4", "")])
+def test_one_process_that_offloads_learns_what_it_learns_without(method: str, other: str) -> None:
+    alone = learned(made(method, other, 1), other, 2, World.alone())
+    with distributed.joined_alone():
+        model = made(method, other, 1)
+        fsdp.shard(model, World.alone(), processor(), Mesh(), offload=True)
+        told = learned(model, other, 2, World.alone())
+    for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):
+        assert told[name] == pytest.approx(alone[name], rel=allowed), name
+
+
+@pytest.mark.parametrize(("method", "other"), [("full", ""), ("full", "tied"), ("NF4", ""), ("LoRA", "tied")])
+def test_the_bus_carries_the_bytes_of_both_plans(method: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights, those that FSDP2 asks the host for; of gradients, those that it leaves there for each micro-batch."""
+    moved, asked_for, (layers, rows) = [0], FSDPParam.all_gather_inputs, (2, 4)
+
+    def counted(self: Any) -> Any:
+        moved[0] += self._sharded_param_data.nbytes
+        return asked_for.fget(self)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(FSDPParam, "all_gather_inputs", property(counted))
+    with distributed.joined_alone():
+        model = made(method, other, layers)
+        fsdp.shard(model, World.alone(), processor(), Mesh(), offload=True)
+        accumulate_gradients(model, batch(rows), 2, on_cpu())
+    moved[0] += 2 * sum(collectives.local(grad).nbytes for grad in gradients(model))
+    shape = ModelConfig(**SHAPE | {"num_layers": layers, "context_length": T} | OTHERS.get(other, {}))
+    sizes: dict[str, Any] = {"model": shape, "vocab_size": VOCAB, "optimizer": AdamW(), "lora": METHODS[method]}
+    adapters = METHODS[method] or Lora()
+    kept = "full" if METHODS[method] is None else BASES[adapters.frozen_dtype]
+    way = TrainSetup(rows=2, method=kept, rank=adapters.rank, sharded=True, offload=True)
+    assert bus_bytes(Workload(**sizes), way, rows) == pytest.approx(moved[0], rel=0.001)
+    ask = ShardingRequest(mesh=Mesh(), rows_per_step=rows, rows=2, offload="host", **sizes)
+    assert sharded(ask, of_memory(2**34)).bus_bytes == moved[0]
+
+
+def on_host_of_gpus(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A part as FSDP2 keeps it: in the host's memory, over a mesh of GPUs."""
+    facts = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    specification = DTensorSpec(mesh, (Shard(0),), tensor_meta=facts)
+    return DTensor(tensor, specification, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parts_on_the_host_of_gpus_are_updated_measured_and_copied_there(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain weights are. Without a GPU, a mesh of them still has host parts, and nothing may want to move these."""
+    monkeypatch.setattr(optim, "computed_on", lambda weight: torch.device("cpu"))  # where Muon has its matmuls
+    plain, parts = (Transformer(ModelConfig(**SHAPE | {"num_layers": 1}), VOCAB) for _ in range(2))
+    plain.initialize(0)
+    told: list[list[Any]] = [[], []]
+    with distributed.joined_alone():
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp_shard",))
+        for name, weight in list(plain.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            part = torch.nn.Parameter(on_host_of_gpus(weight.detach().clone(), mesh))
+            parts.get_submodule(owner)._parameters[leaf] = part
+        for model, found in zip((plain, parts), told, strict=True):
+            optimizers, norms = Optimizers(model, OPTIMIZERS[optimizer], torch.float32), Norms(model, every=1)
+            generator = torch.Generator().manual_seed(0)
+            for step in (1, 2):
+                for weight in model.parameters():
+                    grad = torch.randn(weight.shape, generator=generator)
+                    weight.grad = grad if model is plain else on_host_of_gpus(grad, mesh)
+                norm = gradient_norm(gradients(model))
+                norms.before_update(step)
+                optimizers.step(clipping(0.1, norm), step)
+                norms.after_update()
+                found += [float(norm), norms.latest["update_norm"], collectives.is_finite(model, World.alone())]
+                optimizers.restore(optimizers.state())
+            found += [collectives.whole(weight) for weight in model.parameters()]
+            found += [collectives.local(one) for one in checkpoint.copy_state(optimizers.state()).values()]
+        assert {str(weight.device) for weight in parts.parameters()} == {"cpu"}
+        assert collectives.computed_on(next(parts.parameters())).type == "cuda"
+    for mine, theirs in zip(*told, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

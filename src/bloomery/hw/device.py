@@ -58,6 +58,8 @@ class Device:
     """bfloat16 where the hardware multiplies it; else float16 on a GPU, and float32 on a CPU."""
     backend: Backend
     """Of torch.distributed."""
+    shared: bool = False
+    """Whether a GPU has no memory but the host's."""
 
     def open(self) -> None:
         """Compute on this GPU from now on, where no other is named."""
@@ -138,6 +140,7 @@ def find(choice: DeviceChoice = "auto", host: Host | None = None, *, open: bool 
             memory_bytes=torch.mps.recommended_max_memory(),
             compute_dtype=torch.float32,
             backend="gloo",
+            shared=True,
         )
     if choice in ("auto", "cpu"):
         return Device(
@@ -160,9 +163,8 @@ def _gpu(host: Host) -> Device:
     amd = is_rocm()
     target = str(getattr(facts, "gcnArchName", "")).partition(":")[0] if amd else ""
     bf16 = not target.startswith(WITHOUT_BF16) if amd else facts.major >= 8
-    size = facts.total_memory
-    if target in INTEGRATED or getattr(facts, "is_integrated", False):  # it shares the CPU's memory
-        size = min(size, memory_bytes(host) or size)
+    shared = target in INTEGRATED or bool(getattr(facts, "is_integrated", False))  # with the CPU
+    size = min(facts.total_memory, memory_bytes(host) or facts.total_memory) if shared else facts.total_memory
     return Device(
         torch_device=torch.device("cuda", index),
         vendor="amd" if amd else "nvidia",
@@ -170,6 +172,7 @@ def _gpu(host: Host) -> Device:
         memory_bytes=size,
         compute_dtype=torch.bfloat16 if bf16 else torch.float16,
         backend="nccl",
+        shared=shared,
     )
 
 

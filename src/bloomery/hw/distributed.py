@@ -233,13 +233,11 @@ def joined(number: int = 0) -> Iterator[World]:
     if world is None or world.size == 1:
         yield World.alone()
         return
-    if not (dist.is_available() and dist.is_gloo_available()):
-        what = f"torch {torch.__version__} was built without torch.distributed, which {world.size} ranks need"
-        raise HardwareError(what, hint="Use one rank, or install another build of torch.")
+    _check_available(f"{world.size} ranks need", "Use one rank")
     with _together("start"):
         store = c10d.PrefixStore(f"world/{number}", _store())
         dist.init_process_group(
-            ",".join(f"{kind}:{backend}" for kind, backend in _backends().items()),
+            _libraries(),
             store=store,
             rank=world.rank,
             world_size=world.size,
@@ -251,6 +249,23 @@ def joined(number: int = 0) -> Iterator[World]:
     finally:
         stop_watching()  # a rank may still rescue weights when others have ended
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined_alone() -> Iterator[None]:
+    """A process group of this process alone while the block runs: FSDP2 needs one. Raises HardwareError as `joined`."""
+    _check_available("offloading needs", 'Set offload="none"')
+    dist.init_process_group(_libraries(), store=c10d.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_available(needed_by: str, fix: str) -> None:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        what = f"torch {torch.__version__} was built without torch.distributed, which {needed_by}"
+        raise HardwareError(what, hint=f"{fix}, or install another build of torch.")
 
 
 def _limit_gpus() -> None:
@@ -525,6 +540,11 @@ def _backends() -> dict[str, str]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         return {"cpu": "gloo", "cuda": "nccl"}
     return {"cpu": "gloo"}
+
+
+def _libraries() -> str:
+    """All of them, as torch.distributed wants to hear it: numbers that are kept on the host go to other ranks too."""
+    return ",".join(f"{kind}:{backend}" for kind, backend in _backends().items())
 
 
 _spoken = cache(_backends)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from bloomery.core.errors import DataError
 from bloomery.core.records import content_hash
 from bloomery.hw import device as devices
-from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora, quantize
 from bloomery.model.config import Base
@@ -34,7 +33,7 @@ T = TypeVar("T", bound=Adapters)
 
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    if launcher.num_processes(config.num_processes) == 1:
+    if launch.stays_here(config):
         return train(config, inputs, out, World.alone())
     return launch.stage("bloomery.stages.finetune:train", config, inputs, out)
 

@@ -10,7 +10,6 @@ from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.records import content_hash
 from bloomery.evaluation.llmc_choices import MultipleChoiceEval
 from bloomery.hw import device as devices
-from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards import format
@@ -29,7 +28,7 @@ from bloomery.weights.hf import Lineage
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    if launcher.num_processes(config.num_processes) == 1:
+    if launch.stays_here(config):
         return train(config, inputs, out, World.alone())
     return launch.stage("bloomery.stages.pretrain:train", config, inputs, out)
 

@@ -103,7 +103,7 @@ def run_recipe(
 def _check_mesh(stage: Stage, stages: Sequence[Stage], recipe: Any, root: Path) -> None:
     """Whether the processes can train over the mesh of a stage. One that is done stays as it is."""
     config = getattr(recipe, stage.name)
-    if not isinstance(config, Training) or config.mesh is None:
+    if not isinstance(config, Training) or (config.mesh is None and config.offload != "host"):
         return
     try:
         adapters = getattr(config, "lora", None) is not None

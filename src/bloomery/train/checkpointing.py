@@ -76,6 +76,7 @@ class ModelSaver(Protocol):
 def environment(config: Training, device: Device, world: World, optimizers: Optimizers) -> dict[str, Any]:
     """Everything that bit-exactness depends on and that a recipe's fingerprint does not hold."""
     mesh = config.mesh and config.mesh.sizes | ({"zero_stage": 1} if config.mesh.zero_stage == 1 else {})
+    on_host = " on the host" if config.offload == "host" and device.is_gpu else ""
     return {
         "ranks": world.size,
         "threads": devices.threads(),
@@ -85,7 +86,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
         "activation_checkpointing": config.activation_checkpointing,
         "precision": str(device.compute_dtype).removeprefix("torch."),
         "optimizer": [
-            f"{type(optimizer).__name__}{' fused' if optimizer.defaults.get('fused') else ''}"
+            f"{type(optimizer).__name__}{' fused' if optimizer.defaults.get('fused') else ''}{on_host}"
             for optimizer in optimizers.parts
         ],
         "device": device.name,
@@ -274,7 +275,7 @@ class Checkpoints:
             standing=RollbackInfo(goal=good, doubtful=doubtful, left=state.guard.left, passed_over=passed_over),
         )
         self._saved, self._passed_over = (time.monotonic(), state.step), frozenset()
-        if next(self.model.parameters()).device.type != "cpu":
+        if collectives.computed_on(next(self.model.parameters())).type != "cpu":
             self._cost = time.monotonic() - began
 
     def rescue(self, state: State, before: Callable[[], None]) -> None:

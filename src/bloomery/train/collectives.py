@@ -182,11 +182,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
-    """Of a whole tensor that every rank has, the part that each has of another."""
+    """Of a whole tensor that every rank has, the part that each has of another, and where that lies."""
     if not isinstance(tensor, DTensor):
         return full_tensor
-    own, mesh = part_like(tensor, full_tensor).contiguous(), tensor.device_mesh
-    return DTensor.from_local(own, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    own = torch.empty_like(tensor, dtype=full_tensor.dtype)  # `from_local` would leave the host's memory
+    local(own).copy_(part_like(tensor, full_tensor))
+    return own
 
 
 def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
@@ -205,6 +206,11 @@ def piece(tensor: Tensor, dim: int, count: int, number: int) -> Tensor:
     height = -(-size // count)
     first = min(number * height, size)
     return tensor.narrow(dim, first, min(height, size - first))
+
+
+def computed_on(tensor: Tensor) -> torch.device:
+    """Where matmuls with a tensor run. The tensor itself may stay in the host's memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def copies(tensor: Tensor) -> int:

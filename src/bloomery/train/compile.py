@@ -165,7 +165,8 @@ def prepare(
     model: Transformer, config: Training, samples: SampleSource, precision: Precision, out: Path, world: World
 ) -> Verdict:
     """Put a model where it computes, recomputing and compiled as a recipe asks for: see `decide`."""
-    model.to(precision.device.torch_device)
+    if not collectives.is_sharded(model):  # its parts are where they stay
+        model.to(precision.device.torch_device)
     assert config.activation_checkpointing != "auto", "decided before"
     checkpoint_activations(model, config.activation_checkpointing)
     return decide(model, config, samples, precision, out, world)

@@ -361,6 +361,11 @@ class Training(Config):
     """
     mesh: Mesh | None = Field(None, json_schema_extra=VOLATILE)
     """Axes over which ranks share model and data. Not set: `parallelism` decides."""
+    offload: Literal["none", "auto", "host"] = Field("none", json_schema_extra=VOLATILE)
+    """
+    `host`: weights, gradients and optimizer state stay in the computer's memory, and the device gets one layer after
+    another. This is slow. It needs `fsdp`, a mesh, or a single process. `auto`: only if nothing else fits.
+    """
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)

@@ -32,7 +32,13 @@ from bloomery.weights.safetensors import rounded
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -51,7 +57,7 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     company = world if world is not None and is_sharded(model) else World.alone()
     copied: dict[str, Tensor] = {}
     lacking: Exception | None = None
-    at_once = [*weights.items()] if company.size == 1 else []  # else one after another, as each is put together
+    at_once = [] if is_sharded(model) else [*weights.items()]  # else one after another, as each is put together
     try:
         copied |= zip(weights, devices.copied_to_host(weight for _, weight in at_once), strict=False)
     except (MemoryError, RuntimeError) as error:
@@ -110,13 +116,15 @@ def shard(
     dtype: torch.dtype | None = None,
     spread: bool = False,
     own: "OwnParts | None" = None,
+    offload: bool = False,
 ) -> None:
     """
     Leave on each rank its part of every weight, where it computes, by RULES of train/sharding_rules.py. All ranks begin
     with the same whole weights. With `spread`, only the first rank has weights, and hands them out one by one; those of
     other ranks may be on the meta device. `own` has the weights that this rank has read. `mesh` is by default one of
     dp_shard alone; `devices` are its ranks, where they have met already. `dtype` is that of gathered weights, by
-    default `gathered_dtype`. Codes and their scales are gathered as they are.
+    default `gathered_dtype`. Codes and their scales are gathered as they are. With `offload`, parts, their gradients
+    and what an optimizer keeps of them stay in the host's memory.
 
     Raises ConfigError for a model that the mesh cannot cut, and ValueError for a weight that fits no rule.
     """
@@ -133,6 +141,7 @@ def shard(
     data = tuple(name for name in devices.mesh_dim_names or () if name != "tp")
     dtype = dtype or gathered_dtype(device)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    kept = CPUOffloadPolicy(pin_memory=device.is_gpu) if offload else OffloadPolicy()
     dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
     of_units = units(model, mesh)
     norms = {} if dtype == torch.float32 else _unrounded(model, where)
@@ -150,6 +159,7 @@ def shard(
             modules if len(modules) > 1 else modules[0],
             mesh=devices[data] if len(devices.mesh_dim_names or ()) > 1 else devices,
             shard_placement_fn=lambda weight: Shard(dims[weight]),
+            offload_policy=kept,
             **policy,
         )
         for module in sharded if isinstance(sharded, list) else [sharded]:
@@ -169,17 +179,23 @@ def shard(
         register_fsdp_forward_method(head, "entered")
         model.norm.register_forward_hook(lambda norm, x, hidden: head.entered(hidden))
     if spread:
-        tables = [module for module in model.modules() if isinstance(module, NF4)]
-        buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
-        model.to_empty(device=kind)
-        for name, buffer in buffers.items():
-            model.get_buffer(name).copy_(buffer)
-        for module in tables:
-            module.pairs = quantize.pairs(kind)
+        _make_room(model, "cpu" if offload else kind, kind)
         if own is None:
             take(model, full if world.is_first else None)
         else:
             own.fill(model, full)
+
+
+def _make_room(model: Transformer, parts: torch.device | str, kind: torch.device) -> None:
+    """Give weights that have shapes alone memory at `parts`, and leave buffers with their numbers on a device."""
+    tables = [module for module in model.modules() if isinstance(module, NF4)]
+    buffers = {name: buffer.to(kind) for name, buffer in model.named_buffers() if not name.endswith(".pairs")}
+    model.to_empty(device=parts)
+    for name, buffer in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = buffer
+    for module in tables:
+        module.pairs = quantize.pairs(kind)
 
 
 class OwnParts:

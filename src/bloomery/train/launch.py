@@ -81,6 +81,11 @@ def run(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
     return _on_processes(function, task, ranks)
 
 
+def stays_here(config: Training) -> bool:
+    """Whether this process trains a stage itself. Pinned memory of one that offloads ends only with its process."""
+    return launcher.num_processes(config.num_processes) == 1 and config.offload == "none"
+
+
 def stage(function: str, config: Training, inputs: Mapping[str, Path], out: Path) -> Answer:
     """Run a stage's `function(config, inputs, out, world)` on every rank: see `run`."""
     task = {

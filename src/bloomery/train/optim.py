@@ -31,7 +31,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.core.hashing import stable_hash
 from bloomery.hw.distributed import World
 from bloomery.model.kernels.cpu import call
-from bloomery.train.collectives import like, local, whole
+from bloomery.train.collectives import computed_on, like, local, whole
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.loss import on_processor
 from bloomery.train.norms import LIBRARY, takes_compiled
@@ -213,7 +213,7 @@ class BatchedMuon(torch.optim.Muon):
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape
         shape = (len(weights), min(rows, columns), max(rows, columns))
-        wide = torch.empty(shape, dtype=self._dtype, device=weights[0].device)
+        wide = torch.empty(shape, dtype=self._dtype, device=computed_on(weights[0]))
         for weight, slot in zip(weights, wide, strict=True):
             state, gradient = self.state[weight], weight.grad
             if "momentum_buffer" not in state:

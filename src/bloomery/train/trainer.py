@@ -29,13 +29,13 @@ from bloomery.shards.loader import PackedDataset, SampleSource, batches, others_
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
-from bloomery.train.config import Training, WSDSchedule
+from bloomery.train.config import Mesh, Training, WSDSchedule
 from bloomery.train.loss import chunks_of
 from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
-from bloomery.train.plan.here import decided
+from bloomery.train.plan.here import decided, offload_cost
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, keep_weights, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
@@ -124,11 +124,8 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
-            if mesh is not None:  # weights go where they compute one group at a time, and leave their part there
-                inputs = self._shape, self.samples, precision, self._desk, self.world
-                self.config = compile.settled_before_sharding(self.config, *inputs)
-                on_meta = any(weight.is_meta for weight in self.model.parameters())
-                fsdp.shard(self.model, self.world, device, mesh, spread=self.world.any(on_meta), own=self.own)
+            if mesh is not None:
+                self._shard(mesh, precision, stack)
             keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
@@ -181,6 +178,18 @@ class TrainingRun:
             "peak_flops_measured": fsdp.peak(device, self.world),
             "peak_flops_catalogue": listed_peak(device, self.world.size) or "unknown",
         }
+
+    def _shard(self, mesh: Mesh, precision: Precision, stack: ExitStack) -> None:
+        """Weights go where they compute one group at a time, and leave their part there, or on the host."""
+        device, offload = precision.device, self.config.offload == "host"
+        inputs = self._shape, self.samples, precision, self._desk, self.world
+        self.config = compile.settled_before_sharding(self.config, *inputs)
+        spread = self.world.any(any(weight.is_meta for weight in self.model.parameters()))
+        if offload:
+            info(offload_cost(self.config, self._shape, self.model.vocab_size, device, self.world))
+        if self.world.size == 1:
+            stack.enter_context(distributed.joined_alone())
+        fsdp.shard(self.model, self.world, device, mesh, spread=spread, own=self.own, offload=offload)
 
     def _tried(self, optimizers: Optimizers, precision: Precision) -> Training:
         """The settings, with as many rows at once as two steps have shown to fit."""

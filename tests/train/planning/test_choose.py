@@ -10,9 +10,21 @@ from bloomery.core.errors import ConfigError
 from bloomery.hw.specs import GIB
 from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain
-from bloomery.train.config import AdamW
+from bloomery.train.config import AdamW, Muon
 from bloomery.train.plan import report
-from bloomery.train.plan.memory import Machine, TrainSetup, Workload, needs, of_memory, usable
+from bloomery.train.plan.gpu_time import BUS, rates, step_time
+from bloomery.train.plan.memory import (
+    Machine,
+    TrainSetup,
+    Workload,
+    bus_bytes,
+    moving_bytes,
+    needs,
+    of_memory,
+    offloaded_bytes,
+    pinned_share,
+    usable,
+)
 from bloomery.train.plan.search import Candidate, PlanRequest
 from bloomery.train.plan.trace import trace, traced_step
 from tests.train.planning.made import card, plan
@@ -176,6 +188,111 @@ def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:
     after = plan(SEVEN, 125_696, target, finetune=True, **tree["finetune"])
     assert after.choice.fits
     assert after.choice.peak_bytes == made.change[1].peak_bytes
+
+
+# --- weights, gradients and optimizer on the host ---------------------------------------------------------------------
+
+
+def test_the_host_is_proposed_only_where_nothing_else_fits_and_with_what_it_takes() -> None:
+    made = plan(SEVEN, 125_696, card("rtx-4080"), tokens=2**12)
+    assert made.change is not None
+    assert made.change[0] == 'pretrain.activation_checkpointing="full" pretrain.offload="host"'
+    text = " ".join(" ".join(made.lines()).split())
+    assert re.search(r"GiB of the computer's own memory\. Each step copies [\d,.]+ GiB between host and device", text)
+    assert f'Or use {made.devices_needed} such devices with pretrain.parallelism="fsdp"' in text
+    adapters = plan(SEVEN, 125_696, card("rtx-4080"), finetune=True, tokens=2**12)
+    assert adapters.change is not None
+    assert "offload" not in adapters.change[0], "LoRA fits"
+    assert not any(one.way.offload for one, _ in made.others)
+
+
+@pytest.mark.parametrize(
+    ("target", "settings"),
+    [
+        (replace(card("rtx-4080"), host_bytes=128 * GIB), {}),  # the host is too small
+        (card("strix-halo-64"), {}),  # it shares its memory with the host
+        (card("rtx-4080"), {"optimizer": {"kind": "adamw8bit"}}),  # a run refuses it
+        (card("rtx-4080"), {"sample_every": 5}),
+    ],
+)
+def test_the_host_is_not_proposed_where_it_does_not_help_or_a_run_refuses_it(
+    target: Machine, settings: dict[str, Any]
+) -> None:
+    model = SEVEN if target.offloads else ModelConfig(preset="baichuan2-13b", context_length=512)
+    made = plan(model, 125_696, target, tokens=2**12, **settings)
+    assert not made.choice.fits
+    assert made.change is None
+    auto = plan(model, 125_696, target, offload="auto", tokens=2**12, **settings)
+    assert not auto.choice.way.offload
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_change_to_the_host_is_planned_as_it_is_told(devices: int) -> None:
+    target = replace(card("rtx-4080", devices), host_bytes=512 * GIB)
+    made = plan(SEVEN, 125_696, target, tokens=2**12)
+    assert made.change is not None
+    assert made.change[0].count("offload") == 1
+    assert ('pretrain.parallelism="fsdp"' in made.change[0]) == (devices > 1)
+    tree: dict[str, Any] = {}
+    for said in made.change[0].split():
+        apply_override(tree, said)
+    after = plan(SEVEN, 125_696, target, tokens=2**12, **tree["pretrain"])
+    assert after.choice.fits
+    assert after.choice.way == made.change[1].way
+    assert any("offload" in line for line in after.lines())
+    assert after.facts()["choice"]["offload"] == "host"
+
+
+def test_auto_goes_to_the_host_only_where_no_open_setting_fits() -> None:
+    """The same run with more memory stays on the device, and without the host's does not fit."""
+    settings: dict[str, Any] = {"offload": "auto", "activation_checkpointing": "auto", "tokens": 2**12}
+    small, large = (plan(SEVEN, 125_696, of_memory(size * GIB), **settings) for size in (16, 192))
+    assert small.choice.fits
+    assert small.choice.way.offload
+    assert small.why == "nothing else that the recipe allows fits"
+    assert large.choice.fits
+    assert not large.choice.way.offload
+    assert not plan(SEVEN, 125_696, of_memory(16 * GIB), **settings | {"offload": "none"}).choice.fits
+    assert not plan(SEVEN, 125_696, of_memory(16 * GIB, 2), **settings).choice.way.offload, "each would hold all"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_device_keeps_nothing_and_the_host_all_of_it_once(devices: int, kind: str) -> None:
+    optimizer = AdamW() if kind == "adamw" else Muon()
+    what = Workload(model=SEVEN, vocab_size=125_696, optimizer=optimizer)
+    way = TrainSetup(rows=1, activation_checkpointing="full", devices=devices, sharded=True, offload=True)
+    on_host, on_device = needs(what, way), needs(what, replace(way, offload=False))
+    assert (on_host.weights, on_host.gradients, on_host.optimizer) == (0, 0, 0)
+    assert on_host.activations == on_device.activations
+    assert on_host.gathered - on_device.gathered == moving_bytes(what, way) > 0
+    assert on_host.peak < on_device.peak
+    resting = on_device.weights + on_device.gradients + on_device.optimizer
+    pinned = (on_device.weights + on_device.gradients) * (pinned_share(what, devices) - 1)
+    assert offloaded_bytes(what, way) == pytest.approx(devices * (resting + pinned), rel=1e-6)
+    assert 1 <= pinned_share(what, devices) < 2
+
+
+def test_each_micro_batch_moves_all_weights_and_so_takes_longer_than_on_the_device() -> None:
+    what, at = Workload(model=SEVEN, vocab_size=125_696, optimizer=AdamW()), rates(card("rtx-4080"), "bfloat16")
+    way = TrainSetup(rows=8, activation_checkpointing="full", sharded=True, offload=True)
+    once, twice = (bus_bytes(what, way, rows) for rows in (8, 16))
+    assert twice == 2 * once
+    head = 125_696 * SEVEN.hidden_size
+    assert once == 3 * 4 * what.parameters - 4 * head, "for both passes, but the head for one; and gradients back"
+    on_host, on_device = (step_time(what, replace(way, offload=offload), at, 8) for offload in (True, False))
+    assert on_host.bus == once / BUS
+    assert on_host.update > on_device.update
+    assert on_host.seconds > on_device.seconds + on_host.bus
+    nf4 = replace(way, method="nf4")
+    assert bus_bytes(what, nf4, 8) < once / 4
+
+
+def test_a_device_without_memory_of_its_own_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r'offload: offload="host" frees nothing on strix-halo-64.*\nSet offload="none"'
+    ):
+        plan(GPT2, 50_257, card("strix-halo-64"), offload="host")
 
 
 def test_a_change_keeps_what_a_recipe_says_of_its_adapters() -> None:

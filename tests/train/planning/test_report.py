@@ -1,6 +1,7 @@
 """What a plan tells, whatever it is of."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.core.errors import ConfigError
 from bloomery.hw import device as devices
 from bloomery.hw.device import listed_peak
 from bloomery.hw.distributed import World, ranks_here
@@ -16,7 +18,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.stages.plan import verdict
 from bloomery.train.plan import here as plan_here
 from bloomery.train.plan import memory, report
-from bloomery.train.plan.here import decided, here, room, slower
+from bloomery.train.plan.here import decided, here, offload_cost, room, slower
 from bloomery.train.plan.memory import of_memory
 from bloomery.train.plan.report import PlanReport
 from bloomery.train.plan.search import Candidate
@@ -202,6 +204,44 @@ def test_recomputation_is_chosen_only_where_it_is_needed_and_kept_for_the_same_d
     )
     with pytest.raises(TypeError):
         decided(config, deep, 50_257, replace(processor(), memory_bytes=100 * GIB), World(), tmp_path)
+
+
+def test_a_run_offloads_where_its_plan_does_says_what_it_costs_and_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_here, "memory_bytes", lambda host: 64 * GIB)
+    model = ModelConfig(preset="gpt2-1558m", context_length=512)
+    config = training(
+        offload="auto", activation_checkpointing="full", global_batch_tokens=2**14, optimizer={"kind": "adamw"}
+    )
+
+    def gpu(gib: int, *, shared: bool = False) -> devices.Device:
+        facts: dict[str, Any] = {"torch_device": torch.device("cuda"), "vendor": "amd", "shared": shared}
+        dtype = torch.bfloat16
+        return devices.Device(
+            name=f"{gib} {shared}", memory_bytes=gib * GIB, compute_dtype=dtype, backend="nccl", **facts
+        )
+
+    def offload(device: devices.Device) -> str:
+        run, target = decided(config, model, 50_257, device, World(), tmp_path), room(device)
+        made = report.planned(report.asked("pretrain", config, model, 50_257, target), config, target)
+        assert run.offload == ("host" if made.choice.way.offload else "none")
+        assert run.micro_batch_tokens == made.choice.way.rows * 512
+        return run.offload
+
+    assert [offload(gpu(gib)) for gib in (80, 12)] == ["none", "host"]
+    assert offload(gpu(12, shared=True)) == "none"
+    assert offload(gpu(12)) == "host"
+    settled = decided(config, model, 50_257, gpu(12), World(), tmp_path)
+    cost = offload_cost(settled, model, 50_257, gpu(12), World())
+    assert re.match(r"  offload: weights, gradients and optimizer stay on the host\. Each step copies [\d.]+ GiB", cost)
+    with pytest.raises(ConfigError, match='offload="host" frees nothing'):
+        offload_cost(settled, model, 50_257, gpu(12, shared=True), World())
+    monkeypatch.setattr(plan_here, "first_fitting", None)
+    assert decided(config, model, 50_257, gpu(12), World(), tmp_path) == settled, "from the run's folder"
+    monkeypatch.undo()
+    monkeypatch.setattr(plan_here, "memory_bytes", lambda host: 16 * GIB)
+    assert offload(gpu(11)) == "none", "the host is too small"
 
 
 def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_does(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.stages.run_report import run_recipe
 from bloomery.train.config import AdamW, AdamW8bit, Mesh, Training
 from bloomery.train.plan.memory import of_entry, of_memory
-from bloomery.train.plan.sharding import MATMUL_BYTES, ShardingPlan, ShardingRequest, sharded
+from bloomery.train.plan.sharding import MATMUL_BYTES, ShardingPlan, ShardingRequest, fix, sharded
 from tests.train.planning.made import card, plan
 from tests.two_stages import STAGES, Section
 
@@ -188,6 +188,44 @@ def test_bytes_of_the_units_of_the_json_are_those_of_the_weights() -> None:
     assert [one["unit"] for one in facts["units"]] == ["embed", "blocks.0", "head"]
     assert sum(one["units"] * one["bytes"] for one in facts["units"]) == plan.memory.weights
     assert sum(facts["at_peak"][name] for name in facts["at_peak"] if name != "moment") == facts["peak_bytes"]
+
+
+@pytest.mark.parametrize("base", [None, "nf4"])
+@pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
+def test_offloading_moves_what_devices_keep_to_their_host(base: str | None, axes: dict[str, int]) -> None:
+    mesh, adapters = Mesh(**axes), None if base is None else Lora(rank=8, base_dtype=base)
+    ask = request(SMALL, mesh, adapters, rows=1)
+    on_device, on_host = (sharded(replace(ask, offload=offload), card("rtx-4080", 4)) for offload in ("none", "host"))
+    kept, moved = on_device.memory, on_host.memory
+    assert (moved.weights, moved.gradients, moved.optimizer) == (0, 0, 0)
+    assert moved.activations == kept.activations
+    resting = 4 * (kept.weights + kept.gradients + kept.optimizer)
+    assert resting <= on_host.host["offloaded"] < 2 * resting, "pinned memory comes in powers of two"
+    assert on_device.bus_bytes == 0
+    assert on_host.traffic == on_device.traffic
+    assert on_host.tokens_per_second is not None
+    assert on_device.tokens_per_second is not None
+    assert on_host.tokens_per_second < on_device.tokens_per_second
+
+
+def test_a_mesh_goes_to_the_host_where_nothing_else_fits_and_is_told_so() -> None:
+    mesh, model = Mesh(dp_shard=4), ModelConfig(preset="llama-3.1-8b", context_length=2048)
+    ask = request(model, mesh, vocab_size=128_256, rows_per_step=8)
+    target = replace(card("rtx-4090", 4), host_bytes=512 * 2**30)
+    assert not sharded(ask, target).fits
+    auto = sharded(replace(ask, offload="auto"), target)
+    assert auto.fits
+    assert auto.offloads
+    assert auto.facts()["offload"] == "host"
+    assert any("offloaded to the host" in line for line in auto.lines())
+    assert not sharded(replace(ask, offload="auto", can_offload=False), target).fits
+    assert not sharded(replace(ask, offload="auto"), replace(target, host_bytes=64 * 2**30)).fits
+    seventy = request(ModelConfig(preset="llama-3.1-70b", context_length=512), mesh, Lora(base_dtype="nf4"))
+    told = [fix(sharded(replace(seventy, can_offload=can), card("rtx-4080", 4))) for can in (True, False)]
+    assert told == ["finetune.offload=host", None]
+    roomy = sharded(replace(ask, offload="auto"), card("mi300x", 4))
+    assert roomy.fits
+    assert not roomy.offloads
 
 
 def test_an_optimizer_whose_scales_a_mesh_would_cut_is_refused() -> None:

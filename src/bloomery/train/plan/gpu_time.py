@@ -6,6 +6,7 @@ Seconds of a training step on a GPU: from its shapes, a spec sheet and six const
     the rest    bytes that other kernels move / (MEMORY · bandwidth)
     exchange    bytes between devices / (LINK · what a device sends in one direction), as far as nothing hides it
     step        the larger of these together and of kernels · LAUNCH_SECONDS, and the exchange
+    offload     bytes between host and device / BUS, none of them hidden; the update's bytes / HOST_MEMORY
 
 Adding a matmul's bytes to its FLOPs makes narrow matmuls slower than wide ones, as they are. A peak that was measured
 with square matmuls already contains their bytes, which are taken out again.
@@ -28,6 +29,7 @@ from bloomery.train.plan.memory import (
     TrainSetup,
     Workload,
     adapter_parameters,
+    bus_bytes,
     matrix_sides,
 )
 
@@ -57,6 +59,11 @@ LOGIT_BYTES = {True: 6, False: 14}
 ORTHOGONAL_BYTES = 22
 """Of a number in a matrix that Muon orthogonalizes, in addition to its state."""
 HOST_DEVICES, BUCKET_BYTES = 8, 2**25
+BUS, HOST_MEMORY = 25e9, 40e9
+"""
+Assumed bytes per second where weights stay on the host. Copies from and to pinned memory: 80 % of a PCIe 4.0 bus of 16
+lanes (31.5). The host's memory: 80 % of two channels of DDR4-3200 (51.2). Neither is measured.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +88,12 @@ class StepTime:
     """With other devices, as far as nothing is computed meanwhile."""
     host: float
     """In which the host asks for all kernels, while the device works on those before."""
+    bus: float = 0.0
+    """Copies between host and device, where weights stay on the host. One device's do not overlap with its work."""
 
     @property
     def seconds(self) -> float:
-        return max(self.matmuls + self.attention + self.memory + self.update, self.host) + self.exchange
+        return max(self.matmuls + self.attention + self.memory + self.update, self.host) + self.exchange + self.bus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +164,10 @@ def step_time(
         matmuls=micro_batches * matmuls + orthogonal / at.matmul,
         attention=micro_batches * tokens * attention / at.matmul,
         memory=(micro_batches * moved + copied) / at.memory,
-        update=update / at.memory,
+        update=host_update(what, way) if way.offload else update / at.memory,
         exchange=exchange,
         host=(micro_batches + 0.2) * kernels * LAUNCH_SECONDS,
+        bus=bus_bytes(what, way, rows_per_step) / BUS if way.offload else 0.0,
     )
 
 
@@ -209,6 +219,11 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
         return 0.0, moved / shards
     flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in matrix_sides(what.model))
     return flops / way.devices, moved / shards + ORTHOGONAL_BYTES * in_blocks / way.devices
+
+
+def host_update(what: Workload, way: TrainSetup) -> float:
+    """Seconds of an update by the CPU, of the parts of all devices of a host."""
+    return _update(what, way)[1] * min(way.devices, HOST_DEVICES) / HOST_MEMORY
 
 
 def _exchange(what: Workload, way: TrainSetup, at: Rates, micro_batches: int, micro: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, NotRequired, get_args
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -22,8 +22,8 @@ from bloomery.hw.launcher import cores
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import report
-from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, TrainSetup, usable
-from bloomery.train.plan.search import Candidate, best, first_fitting
+from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, TrainSetup, rows_at_once, usable
+from bloomery.train.plan.search import Candidate, best, first_fitting, on_host, option
 from bloomery.train.precision import short
 
 import torch
@@ -76,6 +76,7 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
         precision=_format(device.compute_dtype),
         processor=processor,
         host_bytes=_host_bytes(device) if together == devices_wanted else None,  # else on several hosts
+        offloads=device.is_gpu and not device.shared,
     )
 
 
@@ -92,18 +93,23 @@ class Decided(TypedDict):
     on: list[str | int]
     micro_batch_tokens: Annotated[int, Field(ge=1)]
     activation_checkpointing: Level
+    offload: NotRequired[Literal["none", "host"]]
+    """Not in records of a recipe that does not leave it open."""
 
 
 def decided(
     config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World, folder: Path
 ) -> Training:
     """
-    A section with its micro-batch and its recomputation, if the recipe leaves those open. They follow from the model's
-    shape and the whole memory of the device. All ranks recompute what one has to, and take the most that fits on each.
+    A section with its micro-batch, recomputation and offloading, if the recipe leaves those open. They follow from the
+    model's shape and the whole memory of device and host. All ranks recompute what one has to, offload where one has
+    to, and take the most that fits on each.
 
     `folder` keeps the decision, so that a resumed run computes as before, also in another version of Bloomery.
     """
     asked = {name: getattr(config, name) for name in ("micro_batch_tokens", "activation_checkpointing")}
+    if config.offload != "none":
+        asked["offload"] = config.offload
     if "auto" not in asked.values():
         return config
     on: list[str | int] = [device.name, device.memory_bytes, world.size, *map(str, asked.values())]
@@ -123,25 +129,43 @@ def _kept(file: Path, on: list[str | int]) -> dict[str, Any] | None:
     saved = read_record(file, Decided, fix=fix) if file.exists() else None
     if saved is None or saved["on"] != on:
         return None
-    return {name: saved[name] for name in ("micro_batch_tokens", "activation_checkpointing")}
+    return {name: value for name, value in saved.items() if name != "on"}
 
 
 def _decide(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> dict[str, Any]:
     target = room(device, world.size, distributed.ranks_here(world))
     ask = report.asked("", config, model, vocab_size, target)
+    ask = replace(
+        ask, may_offload=ask.may_offload and target.host_bytes is not None
+    )  # not with hosts that nobody knows
 
     def find(way: TrainSetup) -> Candidate:
         return best(ask, ask.what, way, target)
 
     if not target.memory_bytes:
-        level, tokens = ask.way.activation_checkpointing, USUAL_TOKENS
+        level, tokens, offload = ask.way.activation_checkpointing, USUAL_TOKENS, ask.way.offload
     else:
-        level = first_fitting(ask, find).way.activation_checkpointing
+        way = first_fitting(ask, find).way
+        level, offload = way.activation_checkpointing, world.any(way.offload)
         level = LEVELS[max(world.gather(LEVELS.index(level)))] if ask.levels else level
-        tokens = find(replace(ask.way, activation_checkpointing=level)).way.rows * model.context_length
+        way = replace(on_host(ask.way) if offload else ask.way, activation_checkpointing=level)
+        tokens = find(way).way.rows * model.context_length
     if config.micro_batch_tokens != "auto":
         tokens = config.micro_batch_tokens
-    return {"micro_batch_tokens": min(world.gather(tokens)), "activation_checkpointing": level}
+    decision: dict[str, Any] = {"micro_batch_tokens": min(world.gather(tokens)), "activation_checkpointing": level}
+    return decision | ({} if config.offload == "none" else {"offload": "host" if offload else "none"})
+
+
+def offload_cost(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> str:
+    """
+    What a run tells of weights that stay on the host. Raises ConfigError for a device without memory of its own.
+    """
+    target = room(device, world.size, distributed.ranks_here(world))
+    ask = report.asked("", config, model, vocab_size, target)
+    if target.processor:
+        return "  offload: nothing moves, as a CPU computes in the host's memory"
+    choice = option(ask, ask.what, replace(ask.way, rows=rows_at_once(config, model.context_length)), target)
+    return f"  offload: weights, gradients and optimizer stay on the host. {report.bus(ask, choice)}"
 
 
 def _format(dtype: torch.dtype) -> NumberType:

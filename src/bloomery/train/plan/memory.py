@@ -26,7 +26,7 @@ All estimates are in one file because the peak sums the same terms that the targ
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from bloomery.core.errors import ConfigError, HardwareError
@@ -77,19 +77,29 @@ BASE_WHOLE = "a frozen base lies whole on each device"
 ASKED_WHOLE = "each rank asks the model for answers on its own, and would wait for the parts of the others"
 ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
 SAID_TWICE = "both say how ranks share the model"
+SCALES_SCALED = "its scales have scales that reach over rows"
 HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
 DROPS_OTHERS = "with tp, each device would drop others than one device does"
 WRITTEN_OUT = "with tp, blocks exchange numbers while they compute"
+STAYS_TOGETHER = "stages 1 and 2 keep all weights on the device during a step"
+COPIED_AGAIN = "for each token, all weights would come from the host"
+ALL_ON_DEVICE = "its answers and its reference need the whole model on the device"
 
 
 def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh | None:
     """
-    The mesh over which ranks hold parts of a model; None where each holds all of it. Raises ConfigError for a mesh of
-    another number of ranks, and for what cannot be done with the parts of a model.
+    The mesh over which ranks hold parts of a model; None where each holds all of it. A process that offloads alone
+    holds the only part. Raises ConfigError for a mesh of another number of ranks, and for what cannot be done with the
+    parts of a model.
     """
-    mesh, how = config.mesh, "a mesh"
+    mesh, how, offloads = config.mesh, "a mesh", config.offload == "host"
     if mesh is None and config.parallelism == "fsdp":
         mesh, how = Mesh(dp_shard=ranks), 'parallelism="fsdp"'
+    elif mesh is None and offloads and ranks == 1:
+        mesh, how = Mesh(), 'offload="host"'
+    elif mesh is None and offloads:
+        what = f'offload="host" needs a sharded model, but each of {ranks:,} processes holds all of it'
+        raise ConfigError(what, hint='Set parallelism="fsdp" or a mesh, or offload="none".')
     if mesh is not None and mesh.devices != ranks:
         sizes = " x ".join(f"{axis} {count}" for axis, count in mesh.sizes.items())
         what = f"the mesh {sizes} needs {mesh.devices:,} processes, but {ranks:,} train"
@@ -98,10 +108,17 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             where=f"{type(config).__name__.lower()}.mesh",
             hint=f"Set num_processes={mesh.devices}, or another mesh.",
         )
-    if mesh is None or ranks == 1:
+    if mesh is None or (ranks == 1 and not offloads):
         return None
     cuts, lora = mesh.tp > 1, getattr(config, "lora", None)
     for setting, why, hint in (
+        ("" if config.may_shard or not offloads else "[prefer]", ALL_ON_DEVICE, 'Set prefer.offload="none".'),
+        ('offload="host"' if offloads and mesh.zero_stage < 3 else "", STAYS_TOGETHER, "Set mesh.zero_stage=3."),
+        (
+            "sample_every" if offloads and config.sample_every else "",
+            COPIED_AGAIN,
+            'Set sample_every=0 or offload="none".',
+        ),
         ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
@@ -114,7 +131,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             'Set weight_dtype="float32".',
         ),
         (
-            "training of adapters (LoRA)" if adapters and config.mesh is None else "",
+            "training of adapters (LoRA)" if adapters and config.mesh is None and ranks > 1 else "",
             BASE_WHOLE,
             f'Say mesh = {{ dp_shard = {ranks} }} and parallelism="none", or leave out lora.',
         ),
@@ -127,7 +144,7 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         ),
         (
             'lora.base_dtype="nf4_double"' if lora and lora.base_dtype == "nf4_double" else "",
-            "its scales have scales that reach over rows",
+            SCALES_SCALED,
             'Say lora.base_dtype="nf4".',
         ),
         ("lora.dropout" if cuts and lora and lora.dropout else "", DROPS_OTHERS, "Say lora.dropout=0, or mesh.tp=1."),
@@ -136,6 +153,23 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         if setting:
             raise ConfigError(f"{setting} does not work with {how}: {why}", hint=hint)
     return mesh
+
+
+def may_offload(config: Training, devices: int, *, adapters: bool = False) -> bool:
+    """Whether a run accepts that weights stay on the host, if several processes shard them."""
+    several = config.mesh is None and devices > 1
+    asked = config.model_copy(update={"offload": "host", **({"parallelism": "fsdp"} if several else {})})
+    try:
+        return check_shard(asked, devices, adapters=adapters) is not None
+    except ConfigError:
+        return False
+
+
+def check_offload(offload: str, target: "Machine", stage: str) -> None:
+    """Raises ConfigError where weights are to stay on a host that has no memory but that of its device."""
+    if offload == "host" and not (target.offloads or target.processor):
+        what = f'offload="host" frees nothing on {target.name}, which shares the memory of its host'
+        raise ConfigError(what, where=f"{stage}.offload", hint='Set offload="none".')
 
 
 def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> int:
@@ -252,6 +286,8 @@ class Machine:
     """FLOP/s of square matmuls in bfloat16, as others have measured them."""
     link: float | None = None
     """Bytes per second that it sends to the other devices of its host."""
+    offloads: bool = False
+    """Whether it has memory of its own, which the host's adds to."""
 
     def peak(self, precision: NumberType) -> float | None:
         """None where it is not known; none is borrowed from another format."""
@@ -289,6 +325,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         lent_bytes=size // 2 if entry.gtt else None,
         gemm=entry.gemm,
         link=entry.link,
+        offloads=not entry.shared,
     )
 
 
@@ -303,6 +340,7 @@ def of_memory(memory_bytes: int, devices: int = 1) -> Machine:
         flops_from="unknown",
         bandwidth=None,
         precision="bfloat16",
+        offloads=True,
     )
 
 
@@ -377,6 +415,8 @@ class TrainSetup:
     """Of weights that are trained."""
     compiled: bool = False
     """Whether a GPU's blocks are compiled for sure, and not where a trial speaks for it."""
+    offload: bool = False
+    """Whether weights, gradients and optimizer stay on the host. It is sharded then, if only into one part."""
 
     @property
     def num_shards(self) -> int:
@@ -494,7 +534,7 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     if way.sharded:  # weights are gathered in the format of matmuls, or as codes
         copied = largest_matrix(what.model) if way.method in ("int8", "nf4") else 0
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
         gradients=way.weight_bytes * trained // num_shards,
         optimizer=remembered_bytes(what, way) // num_shards,
@@ -504,6 +544,53 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
         update=(5 * BYTES * min(update_numbers(what), trained) + rounded_bytes(what, way)) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
+    if not way.offload or what.processor:
+        return estimate
+    on_device = way.method == "full" and what.optimizer.kind == "muon"  # the only optimizer that computes there
+    update = 5 * BYTES * max(UPDATE_NUMBERS, largest_matrix(what.model)) if on_device else 0
+    gathered = estimate.gathered + moving_bytes(what, way)
+    return replace(estimate, weights=0, gradients=0, optimizer=0, update=update, gathered=gathered)
+
+
+def moving_bytes(what: Workload, way: TrainSetup) -> int:
+    """
+    Of the largest unit, which comes from the host: its part as it is kept, and rounded. In training of all weights, its
+    gradient goes there: in float32, whole and this device's part.
+    """
+    facts, shards = cost(what.model, what.vocab_size), way.num_shards
+    table = what.vocab_size * what.model.hidden_size
+    block = (facts.matmul_parameters - table) // what.model.num_layers
+    kept = max(int(FROZEN_BYTES.get(way.method, 4.0) * block), BYTES * table)
+    parts = (kept + way.bytes_per_number * max(block, table)) // shards
+    return parts + (BYTES * max(block, table) * (shards + 1) // shards if way.method == "full" else 0)
+
+
+def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
+    """
+    Of the host for all its devices: weights and gradients, pinned, so that each part is rounded up to a power of two,
+    and what the optimizer keeps.
+    """
+    trained = trained_parameters(what, way)
+    adapters = 0 if way.method == "full" else trained
+    pinned_bytes = base_bytes(what, way) + BYTES * (adapters + trained)
+    once = int(pinned_bytes * pinned_share(what, way.num_shards)) + remembered_bytes(what, way)
+    return -(-way.devices // way.num_shards) * once
+
+
+def bus_bytes(what: Workload, way: TrainSetup, rows_per_step: int) -> float:
+    """
+    Between the host and each device in a step. In each micro-batch, blocks come for both passes, the head for one, an
+    embedding of its own for both if it is trained, and gradients go. Muon also moves matrices to the device and back.
+    """
+    trained, tied = trained_parameters(what, way), what.model.tie_embeddings
+    table = BYTES * what.vocab_size * what.model.hidden_size
+    blocks = base_bytes(what, way) + (0 if way.method == "full" else BYTES * trained) - (1 if tied else 2) * table
+    tables = table * (1 if tied else 3 if way.method == "full" else 2)
+    micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
+    moved = micro_batches * (2 * blocks + tables + BYTES * trained) / way.num_shards
+    if way.method == "full" and what.optimizer.kind == "muon":
+        moved += 2 * way.bytes_per_number * sum(k * n for k, n in matrix_sides(what.model))
+    return moved
 
 
 def update_numbers(what: Workload) -> int:
@@ -534,11 +621,22 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
     saving = pinned(what, way, copies) + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
+    if way.offload and not target.processor:
+        return process | {"offloaded": max(offloaded_bytes(what, way), loading - saving), "saving": saving}
     if target.processor or target.shared:
         training = target.devices * peak_bytes + saving
         if training >= loading:
             return process | {"training": target.devices * peak_bytes, "saving": saving}
     return process | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+LARGE_HOST_BYTES = 2**41
+"""Of memory, beyond which no plan expects a host to go whose memory is not known."""
+
+
+def with_host(target: Machine) -> Machine:
+    """A target whose host has to hold what its devices offload."""
+    return replace(target, host_bytes=target.host_bytes or LARGE_HOST_BYTES)
 
 
 def fits(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int) -> bool:
@@ -586,10 +684,16 @@ def pinned(what: Workload, way: TrainSetup, num_bytes: int) -> int:
     Bytes of host memory for copies of trained weights and of what the optimizer keeps. PyTorch rounds the memory of
     each copy that a GPU writes up to a power of two. The rounding of matrices and tables counts.
     """
-    sizes = [k * n for k, n in matrix_sides(what.model)] + [what.vocab_size * what.model.hidden_size]
     if what.processor or way.method != "full" or way.sharded:
         return num_bytes
-    return int(num_bytes * sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes))
+    return int(num_bytes * pinned_share(what))
+
+
+def pinned_share(what: Workload, shards: int = 1) -> float:
+    """How many times its bytes a part of a matrix or table takes in pinned memory, on average."""
+    sizes = [-(-k * n // shards) for k, n in matrix_sides(what.model)]
+    sizes.append(-(-what.vocab_size * what.model.hidden_size // shards))
+    return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
 
 
 def rounded_bytes(what: Workload, way: TrainSetup) -> int:

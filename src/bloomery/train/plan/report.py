@@ -13,17 +13,20 @@ from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
-from bloomery.train.plan.gpu_time import HOST_DEVICES
+from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, host_update
 from bloomery.train.plan.memory import (
     BASES,
     MEASURED_SHARE,
     Machine,
     TrainSetup,
     Workload,
+    bus_bytes,
+    check_offload,
     check_shard,
     host_needs,
     in_host,
     kv_bytes,
+    may_offload,
     needs,
     remarks,
     rows_at_once,
@@ -137,6 +140,7 @@ class PlanReport:
             "method": way.method,
             "weight_dtype": way.weight_dtype,
             "sharded": way.sharded,
+            "offload": "host" if way.offload else "none",
             "devices": way.devices,
             "optimizer": candidate.what.optimizer.kind,
             "peak_bytes": candidate.peak_bytes,
@@ -171,7 +175,8 @@ class PlanReport:
             lent = _size(self.target.lent_bytes)
             hint = "See docs/do/train-on-strix-halo.md."
             rows.append(("setting", f"Linux lends this GPU {lent} until ttm.pages_limit allows more. {hint}"))
-        rows += [("note", note) for note in (*self.remarks, ask.besides) if note]
+        moved = bus(ask, choice) if choice.way.offload and not self.target.processor else ""
+        rows += [("note", note) for note in (*self.remarks, ask.besides, moved) if note]
         if choice.way.devices > ask.rows_per_step:
             idle = choice.way.devices - ask.rows_per_step
             step = counted(ask.rows_per_step, "sequence")
@@ -207,7 +212,8 @@ class PlanReport:
         for candidate, missing in self.others:
             if not missing:
                 way = candidate.way
-                groups.setdefault((way.method, way.precision, way.sharded, way.weight_dtype), []).append(candidate)
+                kind = (way.method, way.precision, way.sharded, way.offload, way.weight_dtype)
+                groups.setdefault(kind, []).append(candidate)
         shown = []
         for group in groups.values():
             fitting = [one for one in group if one.fits]
@@ -248,7 +254,8 @@ class PlanReport:
         largest_first = sorted((name for name in PARTS if parts.get(name)), key=lambda name: -parts[name])
         breakdown = ", ".join(f"{PARTS[name]} {_size(parts[name])}" for name in largest_first)
         how = "traced" if self.choice.traced else "estimated"
-        later = "" if parts.get("gradients") else f"; gradients ({_size(self.choice.needs.gradients)}) come later"
+        gradients = 0 if parts.get("gradients") else self.choice.needs.gradients
+        later = f"; gradients ({_size(gradients)}) come later" if gradients else ""
         return f"{_size(self.choice.peak_bytes)} at the peak, {MOMENTS[moment]} ({how}): {breakdown}{later}"
 
     def _time(self) -> str:
@@ -280,7 +287,13 @@ def fix(plan: PlanReport) -> str:
     if plan.change is not None:
         settings, candidate = plan.change
         sequences = counted(candidate.way.rows, "sequence")
-        return f"{settings} fits: {_size(candidate.peak_bytes)} with {sequences} per micro-batch"
+        text = f"{settings} fits: {_size(candidate.peak_bytes)} with {sequences} per micro-batch"
+        if not candidate.way.offload:
+            return text
+        needed = sum(host_needs(candidate.what, candidate.way, plan.target, candidate.peak_bytes).values())
+        count = plan.devices_needed
+        more = "" if count is None else f' Or use {count} such devices with {plan.ask.stage}.parallelism="fsdp".'
+        return f"{text}, and {_size(needed)} of the computer's own memory. {bus(plan.ask, candidate)}{more}"
     context, count = context_that_fits(plan), plan.devices_needed
     smaller = "a smaller model" if context is None else f"a context of {context:,} tokens (estimated)"
     more = "" if count is None else f', or {count} such devices with {plan.ask.stage}.parallelism="fsdp"'
@@ -318,6 +331,7 @@ HOST_PARTS = {
     "loading": "loading the model",
     "training": "training",
     "saving": "copies of a save",
+    "offloaded": "weights, gradients and optimizer",
 }
 MOMENTS = {"loading": "while the model is built", "micro-batch": "in a micro-batch", "update": "in the update"}
 METHODS = {
@@ -340,11 +354,23 @@ def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True)
         *([way.precision] if precision else []),
         *([f"checkpointing {way.activation_checkpointing}"] if way.activation_checkpointing != "none" else []),
     ]
-    parts += ["sharded"] if way.sharded else []
+    parts += ["offload"] if way.offload else ["sharded"] if way.sharded else []
     if rows:
         tokens = way.rows * candidate.what.model.context_length
         parts.append(f"{counted(way.rows, 'sequence')} ({tokens:,} tokens) per micro-batch")
     return ", ".join(parts)
+
+
+def bus(ask: PlanRequest, candidate: Candidate) -> str:
+    """What a configuration that offloads costs in a step, as a sentence."""
+    moved = bus_bytes(candidate.what, candidate.way, ask.rows_per_step)
+    update = host_update(candidate.what, candidate.way)
+    copies = f"{_size(int(moved))} between host and device ({_seconds(moved / BUS)} at an assumed {BUS / 1e9:.0f} GB/s)"
+    return f"Each step copies {copies}, and the CPU updates in {_seconds(update)} (at {HOST_MEMORY / 1e9:.0f} GB/s)."
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.{2 if value < 1 else 1 if value < 10 else 0}f} s"
 
 
 def _round(value: float | None) -> float | None:
@@ -365,7 +391,11 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     lora: Lora | None = getattr(config, "lora", None)
     level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     mesh = check_shard(config, target.devices, adapters=lora is not None)
+    check_offload(config.offload, target, type(config).__name__.lower())
     shards = 1 if mesh is None else mesh.dp_shard * mesh.tp
+    accepted = may_offload(config, target.devices, adapters=lora is not None)
+    refused = (set() if config.may_shard else {"parallelism"}) | (set() if accepted else {"offload"})
+    offloads = accepted and target.offloads and (mesh is not None or target.devices == 1)
     return PlanRequest(
         stage=stage,
         what=Workload(
@@ -388,13 +418,15 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             devices=target.devices,
             method="full" if lora is None else BASES[lora.frozen_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
-            sharded=shards > 1,
-            shards=shards if shards > 1 else 0,
+            sharded=shards > 1 or config.offload == "host",
+            shards=shards if config.mesh is not None and (shards > 1 or config.offload == "host") else 0,
             zero_stage=3 if mesh is None else mesh.zero_stage,
             weight_dtype=config.weight_dtype,
             compiled=config.compile == "on",
+            offload=config.offload == "host",
         ),
-        available=frozenset(type(config).model_fields) - (frozenset() if config.may_shard else {"parallelism"}),
+        available=frozenset(type(config).model_fields) - refused,
+        may_offload=config.offload == "auto" and offloads,
         levels=LEVELS if config.activation_checkpointing == "auto" else (),
         besides=config.not_planned,
     )
@@ -406,7 +438,7 @@ def planned(
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
     choice = first_fitting(ask, lambda way: fitting(ask, ask.what, way, target, check))
     faster = _faster(choice, ask, target)
-    ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target)]
+    ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target, offload=choice.way.offload)]
     return PlanReport(
         ask=ask,
         target=target,
@@ -448,6 +480,8 @@ def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
         if floor > target.usable_bytes:
             return "does not fit with any batch: weights, gradients and optimizer alone are too large"
         return "does not fit: activations have no room next to weights and optimizer"
+    if ask.may_offload and choice.way.offload:
+        return "nothing else that the recipe allows fits"
     if ask.levels and choice.way.activation_checkpointing != "none":
         return "recomputes as little as needed to fit"
     if ask.way.rows:

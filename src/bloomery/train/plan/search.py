@@ -40,6 +40,7 @@ from bloomery.train.plan.memory import (
     adapter_parameters,
     fits,
     needs,
+    with_host,
 )
 
 ACTIVATION_PASSES = 4
@@ -129,6 +130,8 @@ class PlanRequest:
     """What the stage does that is in no number of the plan."""
     levels: tuple[Level, ...] = ()
     """Of activation checkpointing, where the recipe leaves it open: the first that fits is taken."""
+    may_offload: bool = False
+    """Whether weights go to the host where none of these fits: the recipe leaves it open, and a run accepts it."""
     steps_from: Literal["recipe", "packed", "estimated", "unknown"] = "recipe"
     """What tells the number of steps: the recipe, packed sequences, or the size of the files of conversations."""
 
@@ -182,7 +185,7 @@ def _recompute(level: Level) -> Callable[[Workload, TrainSetup], tuple[Workload,
 
 
 def _eight_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return replace(what, optimizer=AdamW8bit()), replace(way, activation_checkpointing="full", sharded=False)
+    return replace(what, optimizer=AdamW8bit()), replace(_whole(way), activation_checkpointing="full")
 
 
 def _bfloat16(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
@@ -195,11 +198,29 @@ def _shard(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
 
 
 def _adapters(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="lora", weight_dtype="float32", activation_checkpointing="full", sharded=False)
+    return what, replace(_whole(way), method="lora", weight_dtype="float32", activation_checkpointing="full")
 
 
 def _four_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="nf4", weight_dtype="float32", activation_checkpointing="full", sharded=False)
+    return what, replace(_whole(way), method="nf4", weight_dtype="float32", activation_checkpointing="full")
+
+
+def _offload(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    return what, replace(on_host(way), activation_checkpointing="full")
+
+
+def _four_bits_offloaded(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    what, way = _four_bits(what, way)
+    return what, on_host(way)
+
+
+def _whole(way: TrainSetup) -> TrainSetup:
+    return replace(way, sharded=False, offload=False)
+
+
+def on_host(way: TrainSetup) -> TrainSetup:
+    """The same with weights, gradients and optimizer on the host."""
+    return replace(way, sharded=True, offload=True)
 
 
 CHANGES = (
@@ -225,8 +246,14 @@ CHANGES = (
     Change(
         say='{stage}.activation_checkpointing="full" {stage}.lora.base_dtype="nf4"', setting="lora", make=_four_bits
     ),
+    Change(say='{stage}.activation_checkpointing="full" {stage}.offload="host"', setting="offload", make=_offload),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.lora.base_dtype="nf4" {stage}.offload="host"',
+        setting="lora offload",
+        make=_four_bits_offloaded,
+    ),
 )
-"""From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
+"""From the cheapest on: time, then several devices, then numbers, then what is trained at all; at last the host."""
 
 
 def option(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> Candidate:
@@ -256,21 +283,23 @@ def best(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> 
     return next((one for one in reversed(candidates) if one.fits), candidates[0])
 
 
-def alternatives(ask: PlanRequest, target: Machine) -> list[tuple[Candidate, str]]:
+def alternatives(ask: PlanRequest, target: Machine, *, offload: bool = False) -> list[tuple[Candidate, str]]:
     """
     What is asked for with every level of recomputation, method, sharding and format, each with its best rows; and why
-    one cannot be had, or "".
+    one cannot be had, or "". With `offload`, also the same on the host.
     """
-    free = replace(ask.way, rows=0)
+    free = replace(ask.way, rows=0, offload=False, sharded=ask.way.sharded and ask.way.devices > 1)
     ways = [replace(free, activation_checkpointing=level) for level in get_args(Level)]
     if target.devices > 1:
-        ways += [replace(way, sharded=not ask.way.sharded) for way in ways]
+        ways += [replace(way, sharded=not free.sharded) for way in ways]
     halves = [replace(way, weight_dtype="bfloat16") for way in ways if _may_halve(way)]
     whole = [replace(way, weight_dtype="float32") for way in ways]
     ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in whole]
     ways += halves or (whole if ask.way.weight_bytes == 2 else [])
     if ask.way.precision != "float32":
         ways.append(replace(free, precision="float32", weight_dtype="float32"))
+    if offload:
+        ways += [on_host(replace(free, activation_checkpointing=level)) for level in get_args(Level)]
     return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way)) for way in ways]
 
 
@@ -282,7 +311,8 @@ def _may_halve(way: TrainSetup) -> bool:
 def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
-    if way.sharded and way.method != "full" and not ask.way.shards:  # a mesh has some
+    alone = way.offload and way.devices == 1
+    if way.sharded and way.method != "full" and not (ask.way.shards or alone):  # a mesh has some
         return BASE_WHOLE
     if way.method == "full" and way.weight_bytes == 2 and way.precision != "bfloat16":
         return "weights in bfloat16 are multiplied as they are"
@@ -305,10 +335,20 @@ def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, 
 
 
 def first_fitting(ask: PlanRequest, find: Callable[[TrainSetup], Candidate]) -> Candidate:
-    """What `find` makes of the first level of recomputation that fits, of those that are open; else of the last."""
+    """
+    What `find` makes of the first level of recomputation that fits, of those that are open; else of the last. Before
+    that, it tries the same levels on the host, where that is open.
+    """
     levels = ask.levels or (ask.way.activation_checkpointing,)
-    candidates = (find(replace(ask.way, activation_checkpointing=level)) for level in levels)
-    return next(one for one in candidates if one.fits or one.way.activation_checkpointing == levels[-1])
+    ways = [replace(ask.way, activation_checkpointing=level) for level in levels]
+    last: Candidate | None = None
+    for way in [*ways, *(map(on_host, ways) if ask.may_offload else [])]:
+        candidate = find(way)
+        if candidate.fits:
+            return candidate
+        last = candidate if way == ways[-1] else last
+    assert last is not None
+    return last
 
 
 def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = None) -> tuple[str, Candidate] | None:
@@ -324,19 +364,28 @@ def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = 
         unknown = not set(change.setting.split()) <= ask.available
         if unknown or _missing(ask, what, way) or (change.setting == "parallelism" and target.devices == 1):
             continue
-        if best(ask, what, way, target).fits and (candidate := fitting(ask, what, way, target, check)).fits:
-            whole = f'{ask.stage}.parallelism="none"' if ask.way.sharded and not way.sharded else ""
-            return " ".join(filter(None, [freed, whole, change.say.format(stage=ask.stage)])), candidate
+        machine = with_host(target) if way.offload else target
+        if way.offload and not target.offloads:
+            continue
+        if best(ask, what, way, machine).fits and (candidate := fitting(ask, what, way, machine, check)).fits:
+            several = target.devices > 1
+            others = [
+                f'{ask.stage}.parallelism="none"' if several and ask.way.sharded and not way.sharded else "",
+                f'{ask.stage}.parallelism="fsdp"' if several and way.offload and not ask.way.sharded else "",
+                f'{ask.stage}.offload="none"' if ask.way.offload and not way.offload else "",
+            ]
+            return " ".join(filter(None, [freed, *others, change.say.format(stage=ask.stage)])), candidate
     return None
 
 
 def devices_needed(ask: PlanRequest, target: Machine, most: int = 1024) -> int | None:
     """How many of the target's devices would do, each with its part; None where `most` are too few, or none may."""
-    if _missing(ask, ask.what, replace(ask.way, sharded=True)):
+    if _missing(ask, ask.what, replace(ask.way, sharded=True, offload=False)):
         return None
 
     def holds(count: int) -> bool:
-        way = replace(ask.way, rows=1, sharded=True, shards=0, devices=count, activation_checkpointing="full")
+        way = replace(ask.way, rows=1, shards=0, devices=count, activation_checkpointing="full")
+        way = replace(way, sharded=True, offload=False)
         return needs(ask.what, way).peak <= target.usable_bytes
 
     if not holds(most):

@@ -24,7 +24,7 @@ the links need longer at the rate of the spec sheet, they decide.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from bloomery.core.errors import ConfigError
 from bloomery.core.log import counted
@@ -33,6 +33,7 @@ from bloomery.hw.specs import GIB, LORA_MFU
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost, matrices, targets
 from bloomery.train.config import Finetune, Level, Mesh, Optimizer
 from bloomery.train.plan import memory
+from bloomery.train.plan.gpu_time import BUS, HOST_MEMORY
 from bloomery.train.plan.memory import (
     BYTES,
     FILE_BYTES,
@@ -47,6 +48,8 @@ from bloomery.train.plan.memory import (
     Machine,
     MemoryEstimate,
     activation_bytes_per_token,
+    check_offload,
+    with_host,
 )
 from bloomery.train.sharding_rules import (
     ShardingKind,
@@ -129,6 +132,10 @@ class ShardingRequest:
     """At once on each device. 0: as many as fit."""
     matmul_bytes: int = MATMUL_BYTES
     """Of a number that devices send each other: 4 where matmuls are in float32."""
+    offload: Literal["none", "auto", "host"] = "none"
+    """Whether parts, gradients and optimizer stay on the host; `auto`: where nothing else fits."""
+    can_offload: bool = True
+    """Whether a run would accept that."""
 
     @property
     def rows_per_device(self) -> int:
@@ -192,10 +199,36 @@ class ShardingPlan:
         return None if self.link is None else sum(traffic.num_bytes for traffic in self.traffic) / self.link
 
     @property
+    def offloads(self) -> bool:
+        return self.ask.offload == "host"
+
+    @property
+    def bus_bytes(self) -> int:
+        """What a device and its host copy in a step: weights for both passes of each micro-batch, and gradients."""
+        if not self.offloads:
+            return 0
+        weights = sum(_passes(self.ask, tensor.unit) * tensor.local_bytes for tensor in self.tensors)
+        gradients = BYTES * sum(tensor.local_numbers for tensor in self.tensors if tensor.trained)
+        moved = self.micro_batches * (weights + gradients)
+        if self.ask.optimizer.kind == "muon" and self.ask.lora is None:  # whole matrices come, and directions go
+            sides = (tensor for tensor in self.tensors if tensor.optimizer_bytes == OPTIMIZER_BYTES["muon"][0])
+            moved += 2 * MATMUL_BYTES * sum(tensor.numbers for tensor in sides)
+        return moved
+
+    @property
+    def host_seconds(self) -> float:
+        """Of a step, for the bus and for the update on the host, where parts stay there. Nothing overlaps with them."""
+        if not self.offloads:
+            return 0.0
+        trained = ((tensor.local_numbers, tensor.optimizer_bytes) for tensor in self.tensors if tensor.trained)
+        update = sum(numbers * (16 + 2 * size) for numbers, size in trained)  # as gpu_time.py counts an update
+        return self.bus_bytes / BUS + min(HOST_DEVICES, self.ask.mesh.devices) * update / HOST_MEMORY
+
+    @property
     def tokens_per_second(self) -> float | None:
         if self.compute_seconds is None:
             return None
-        return self.step_tokens / max(self.compute_seconds, self.link_seconds or 0.0)
+        return self.step_tokens / (max(self.compute_seconds, self.link_seconds or 0.0) + self.host_seconds)
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
@@ -223,6 +256,9 @@ class ShardingPlan:
             "traffic": [asdict(traffic) for traffic in self.traffic],
             "compute_seconds": _rounded(self.compute_seconds),
             "link_seconds": _rounded(self.link_seconds),
+            "offload": "host" if self.offloads else "none",
+            "bus_bytes": self.bus_bytes,
+            "host_seconds": _rounded(self.host_seconds),
             "tokens_per_second": _rounded(self.tokens_per_second),
             "assumptions": self.assumptions(),
             "fits": self.fits,
@@ -255,6 +291,8 @@ class ShardingPlan:
             lines.append(f"Matmuls reach {share}, at {flop} FLOP a weight and token (published for LoRA of 70B).")
         if self.link is not None:
             lines.append(f"Each device receives {self.link / 1e9:,.0f} GB/s, by the spec sheet, while it computes.")
+        if self.offloads:
+            lines.append(f"The bus copies {BUS / 1e9:.0f} GB/s, and the host's memory reaches {HOST_MEMORY / 1e9:.0f}.")
         lines.append(f"A host has up to {HOST_DEVICES} devices. Nothing is counted for what joins several hosts.")
         return lines
 
@@ -267,7 +305,8 @@ class ShardingPlan:
             f"finetune: {mesh.preset}, {facts.parameters / 1e9:,.1f} billion parameters, {self._method()}",
             f"mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} = "
             f"{counted(mesh.devices, 'device')} of {self.target.name}"
-            f"{'' if mesh.zero_stage == 3 else f', ZeRO stage {mesh.zero_stage}'}",
+            f"{'' if mesh.zero_stage == 3 else f', ZeRO stage {mesh.zero_stage}'}"
+            f"{', offloaded to the host' if self.offloads else ''}",
             f"step: {counted(ask.rows_per_step, 'sequence')} of {ask.model.context_length:,} tokens, {self.rows} at "
             f"once on each device, {counted(self.micro_batches, 'micro-batch', 'micro-batches')}",
             "",
@@ -284,10 +323,11 @@ class ShardingPlan:
         if self.tokens_per_second is not None:
             assert self.compute_seconds is not None
             links = "" if self.link_seconds is None else f", {self.link_seconds:,.1f} s of transfers"
+            host = f"; the host adds {self.host_seconds:,.1f} s" if self.offloads else ""
             text += [
                 "",
                 f"speed: about {self.tokens_per_second:,.0f} tokens/s; a step takes {self.compute_seconds:,.1f} s of "
-                f"matmuls{links}, and the longer decides",
+                f"matmuls{links}, and the longer decides{host}",
             ]
         return [*text, *(f"  {line}" for line in self.assumptions())]
 
@@ -308,7 +348,12 @@ PARTS = {
     "update": "update",
     "gathered": "gathered units",
 }
-HOST_PARTS = {"processes": "processes", "loading": "loading, a matrix each", "saving": "copies of a save"}
+HOST_PARTS = {
+    "processes": "processes",
+    "offloaded": "parts, gradients, optimizer",
+    "loading": "loading, a matrix each",
+    "saving": "copies of a save",
+}
 
 
 def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
@@ -326,6 +371,8 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     if config.weight_dtype == "bfloat16":
         what = f'weight_dtype="bfloat16" does not work with a mesh: {ROUNDED_WHOLE}'
         raise ConfigError(what, where="finetune.weight_dtype", hint='Set weight_dtype="float32".')
+    if config.offload == "host":
+        memory.check_shard(config, config.mesh.devices, adapters=config.lora is not None)
     level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
     ask = ShardingRequest(
         model=model.model_copy(update={"context_length": context}),
@@ -335,6 +382,8 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
         rows_per_step=rows_per_step,
         lora=config.lora,
         activation_checkpointing="full" if level == "auto" else level,
+        offload=config.offload,
+        can_offload=memory.may_offload(config, config.mesh.devices, adapters=config.lora is not None),
     )
     if config.micro_batch_tokens == "auto":
         return ask
@@ -348,7 +397,11 @@ def fix(plan: ShardingPlan) -> str | None:
         ask = replace(plan.ask, lora=lora.model_copy(update={"base_dtype": "nf4"}))
         if _planned(ask, plan.target, plan.link).fits:
             return "finetune.lora.base_dtype=nf4"
-    return f"finetune.mesh.dp_shard={plan.needed}" if plan.needed else None
+    if plan.needed:
+        return f"finetune.mesh.dp_shard={plan.needed}"
+    can = plan.target.offloads and plan.ask.can_offload
+    ask = replace(plan.ask, offload="host")
+    return "finetune.offload=host" if can and _planned(ask, with_host(plan.target), plan.link).fits else None
 
 
 def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) -> ShardingPlan:
@@ -359,9 +412,14 @@ def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) ->
     if ask.optimizer.kind == "adamw8bit":
         what = f'optimizer.kind="adamw8bit" does not work with a mesh: {SCALES_WHOLE}'
         raise ConfigError(what, where="finetune.optimizer", hint='Set optimizer.kind="adamw".')
+    check_offload(ask.offload, target, "finetune")
     plan = _planned(ask, target, link)
     if plan.fits:
         return plan
+    if ask.offload == "auto" and target.offloads and ask.can_offload:
+        offloaded = _planned(replace(ask, offload="host"), target, link)
+        if offloaded.fits:
+            return offloaded
     return replace(plan, needed=_dp_shard_that_fits(ask, target))
 
 
@@ -450,12 +508,12 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
         if len(tensor.shape) == 2 and tensor.unit.startswith("blocks.")
     )
     unpacked = 0 if lora is None else UNPACKED_BYTES[lora.frozen_dtype] + (DORA_BYTES if lora.dora else 0)
-    rounded = 0 if mesh.dp_shard > 1 else _rounded_bytes(ask, tensors)
+    rounded = 0 if mesh.dp_shard > 1 or ask.offload == "host" else _rounded_bytes(ask, tensors)
     chunk = min(tokens, max(1, LOGITS_CHUNK_BYTES // (BYTES * ask.vocab_size)))
     table = ask.vocab_size * model.hidden_size
     logits = chunk * ask.vocab_size * (MATMUL_BYTES + BYTES)
     logits += table * (BYTES + MATMUL_BYTES) if lora is None else 0  # the gradient of the head in both formats
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=BYTES * local_trained,
         optimizer=sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained),
@@ -465,6 +523,12 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
         update=5 * BYTES * min(UPDATE_NUMBERS, local_trained),
         gathered=_gathered(ask, tensors),
     )
+    if ask.offload != "host":
+        return estimate
+    on_device = ask.optimizer.kind == "muon" and lora is None  # the only optimizer that computes there
+    update = 5 * BYTES * max(UPDATE_NUMBERS, largest) if on_device else 0
+    gathered = estimate.gathered + _moving(tensors, mesh)
+    return replace(estimate, weights=0, gradients=0, optimizer=0, update=update, gathered=gathered)
 
 
 def computed_shape(model: ModelConfig, tp: int) -> ModelConfig:
@@ -503,10 +567,10 @@ def _units(tensors: Sequence[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
 def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
     """
     The largest two units that are there together, or where `zero_stage` says so, all; nothing where dp_shard cuts
-    nothing.
+    nothing and the device keeps all.
     """
     mesh, units = ask.mesh, _units(tensors)
-    if mesh.dp_shard == 1:
+    if mesh.dp_shard == 1 and ask.offload != "host":
         return 0
     weights = {unit: sum(tensor.gathered_bytes(mesh) for tensor in parts) for unit, parts in units.items()}
     gradients = {
@@ -524,6 +588,22 @@ def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
     return sum(weights.values()) + (largest_two(gradients) if mesh.zero_stage == 2 else sum(gradients.values()))
 
 
+def _moving(tensors: Sequence[ShardedTensor], mesh: Mesh) -> int:
+    """
+    Of the largest unit, where it comes from the host and its gradient goes there: this device's part as it is kept and
+    rounded, and the gradient in float32, whole and this device's part.
+    """
+    return max(
+        sum(
+            tensor.local_bytes
+            + MATMUL_BYTES * tensor.local_numbers
+            + (BYTES * (tensor.gathered_numbers(mesh) + tensor.local_numbers) if tensor.trained else 0)
+            for tensor in parts
+        )
+        for parts in _units(tensors).values()
+    )
+
+
 def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
     """
     Of a host. Each process reads its parts of one tensor at a time; a save copies what is trained here: all of it for
@@ -537,7 +617,23 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
     else:
         copies = devices * sum(tensor.local_numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
     saving, loading = copies + min(copies, FILE_BYTES), devices * largest
+    if ask.offload == "host":
+        parts = sum(_pinned(tensor.local_bytes) for tensor in tensors)
+        parts += sum(_pinned(BYTES * one.local_numbers) + one.optimizer_bytes * one.local_numbers for one in trained)
+        return {"processes": devices * PROCESS_BYTES, "offloaded": devices * parts, "saving": max(saving, loading)}
     return {"processes": devices * PROCESS_BYTES} | ({"loading": loading} if loading >= saving else {"saving": saving})
+
+
+def _pinned(num_bytes: int) -> int:
+    """As PyTorch rounds pinned memory."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
+def _passes(ask: ShardingRequest, unit: str) -> int:
+    """In how many passes a unit is gathered, each time."""
+    # a frozen embedding has no backward pass, and the loss uses the head once for both passes
+    again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not ask.model.tie_embeddings)
+    return 2 if again else 1
 
 
 def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> list[Traffic]:
@@ -554,10 +650,8 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
 
     for unit, parts in _units(tensors).items():
         whole = sum(tensor.gathered_bytes(mesh, ask.matmul_bytes) for tensor in parts)
-        # a frozen embedding has no backward pass, and the loss uses the head once for both passes
-        again = unit.startswith("blocks.") or (unit == "embed" and ask.lora is None and not model.tie_embeddings)
         kept = mesh.zero_stage < 3
-        add("all-gather", "dp_shard", whole * (2 if again and not kept else 1), mesh.dp_shard, once=kept)
+        add("all-gather", "dp_shard", whole * (1 if kept else _passes(ask, unit)), mesh.dp_shard, once=kept)
     once = mesh.zero_stage == 1
     for tensor in tensors:
         if tensor.trained:

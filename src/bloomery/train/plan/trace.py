@@ -634,7 +634,8 @@ class _Ready:
 
 def traceable(way: TrainSetup) -> bool:
     """Whether the step is one that this software traces. What a compiler keeps is known by arithmetic alone."""
-    return (not way.sharded or (way.method == "full" and way.zero_stage == 3)) and not way.compiled
+    parts = not way.sharded or (way.method == "full" and way.zero_stage == 3 and not way.offload)
+    return parts and not way.compiled
 
 
 def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
