@@ -19,13 +19,14 @@ from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import collectives, fsdp, launch, optim
+from bloomery.train import collectives, compile, fsdp, launch, optim
 from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
+from bloomery.train.precision import Precision
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights import checkpoint, hf
@@ -36,6 +37,7 @@ from tests.train.made import LINEAGE, content, lines, newest_state, on_cpu, proc
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -356,6 +358,50 @@ def test_parts_on_the_host_of_gpus_are_updated_measured_and_copied_there(
         assert collectives.computed_on(next(parts.parameters())).type == "cuda"
     for mine, theirs in zip(*told, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")
+@pytest.mark.parametrize("other", ["", "tied"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_parts_of_a_mesh_of_gpus_are_made_pinned_filled_and_left_on_the_host(
+    reads: bool, other: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, asked_to_pin = torch.empty, list[bool]()
+
+    def on_no_gpu(*sizes: Any, device: Any = None, **how: Any) -> torch.Tensor:
+        made: torch.Tensor = empty(*sizes, device="cpu" if str(device).startswith("cuda") else device, **how)
+        return made
+
+    def policy(pin_memory: bool) -> CPUOffloadPolicy:
+        asked_to_pin.append(pin_memory)
+        return CPUOffloadPolicy(pin_memory=False)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "empty", on_no_gpu)
+    monkeypatch.setattr(fsdp, "CPUOffloadPolicy", policy)
+    gpu = replace(processor(torch.bfloat16), torch_device=torch.device("cuda"), vendor="amd")
+    model = made("full", other, 1)
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    own = None
+    if reads:
+        own, model = fsdp.OwnParts(Mesh(), 0), on_meta(model.config, VOCAB)
+        for name, weight in weights.items():
+            own.take(model, name, weight, "float32", "float32")
+        if other == "tied":
+            model.head.weight = model.embed.weight
+    with distributed.joined_alone():
+        fsdp.shard(model, World.alone(), gpu, Mesh(), spread=True, own=own, offload=True)
+        one = session(shards, tmp_path, compile="off")
+        compile.prepare(model, one.config, one.samples, Precision.decide("bfloat16", gpu), tmp_path, World.alone())
+        parts = dict(model.named_parameters())
+        assert parts.keys() == weights.keys()
+        for name, part in parts.items():
+            assert isinstance(part, DTensor)
+            assert (str(part.device), part.device_mesh.device_type) == ("cpu", "cuda")
+            assert torch.equal(collectives.local(part), weights[name])
+        copied = dict(fsdp.copy_of(model, World.alone()).named_parameters())
+        assert all(torch.equal(copied[name], weight) for name, weight in weights.items())
+    assert asked_to_pin == [True]
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,7 @@ def check_ranks(ranks: int, choice: str, where: str) -> None:
 
 def open_store() -> tuple[Any, int]:
     """A store where ranks of this machine meet, on the loopback interface, and its port, held by this process."""
+    _check_available("ranks need", 'Use one rank, with offload="none"')
     listening = socket.create_server(("127.0.0.1", 0))
     port = int(listening.getsockname()[1])
     handle = listening.detach()

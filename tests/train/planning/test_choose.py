@@ -243,6 +243,21 @@ def test_a_change_to_the_host_is_planned_as_it_is_told(devices: int) -> None:
     assert after.facts()["choice"]["offload"] == "host"
 
 
+def test_a_host_that_is_too_small_is_told_so_and_what_fits_without_it() -> None:
+    target, settings = replace(card("rtx-4080"), host_bytes=64 * GIB), {"offload": "host", "finetune": True}
+    made = plan(SEVEN, 125_696, target, tokens=2**12, activation_checkpointing="full", **settings)  # type: ignore[arg-type]
+    assert made.choice.peak_bytes <= target.usable_bytes
+    assert made.why == "does not fit into the computer's own memory"
+    assert made.change is not None
+    tree: dict[str, Any] = {"finetune": {"offload": "host"}}
+    for said in made.change[0].split():
+        apply_override(tree, said)
+    assert tree["finetune"]["offload"] == "none"
+    after = plan(SEVEN, 125_696, target, finetune=True, tokens=2**12, **tree["finetune"])
+    assert after.choice.fits
+    assert after.choice.way == made.change[1].way
+
+
 def test_auto_goes_to_the_host_only_where_no_open_setting_fits() -> None:
     """The same run with more memory stays on the device, and without the host's does not fit."""
     settings: dict[str, Any] = {"offload": "auto", "activation_checkpointing": "auto", "tokens": 2**12}

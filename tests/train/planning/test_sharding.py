@@ -275,6 +275,7 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.C
         (["finetune.optimizer.kind=adamw8bit"], 'optimizer.kind="adamw8bit" does not work with a mesh'),
         (["finetune.mesh.tp=8", "finetune.mesh.dp_shard=1", "finetune.sample_every=5"], "sample_every does not work"),
         (["finetune.parallelism=fsdp"], "both say how ranks share the model"),
+        (["finetune.offload=host", "finetune.sample_every=5"], "for each token, all weights would come from the host"),
     ],
 )
 def test_a_run_refuses_what_a_mesh_does_not_train_before_it_reads_anything(
@@ -293,6 +294,24 @@ class Recipe(Config):
     name: str = "small"
     make: Section = Section()
     double: Trained
+
+
+def test_a_plan_to_offload_is_arithmetic_in_80_columns_or_refused_as_a_run_refuses_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = planned(capsys, "finetune.offload=host")
+    assert max(map(len, out.replace(str(RECIPE), "RECIPE").splitlines())) <= 80
+    assert "It fits by arithmetic" in out
+    assert re.search(r"and the longer decides; the\s+host adds [\d.]+ s", out)
+    assert cli.main(["plan", str(RECIPE), "finetune.offload=host", "finetune.sample_every=5"]) == 2
+    assert "for each token, all weights would come from the host" in capsys.readouterr().err
+
+
+def test_a_process_that_cannot_offload_is_refused_before_the_stages_in_front_of_it(tmp_path: Path) -> None:
+    trained = Trained(steps=1, global_batch_tokens=8, offload="host", weight_dtype="bfloat16")
+    with pytest.raises(ConfigError, match='"bfloat16" does not work with offload="host"'):
+        run_recipe(STAGES, Recipe(double=trained), tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_the_mesh_of_a_stage_that_is_done_or_not_asked_for_is_not_checked(tmp_path: Path) -> None:

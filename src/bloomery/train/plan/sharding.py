@@ -292,7 +292,8 @@ class ShardingPlan:
         if self.link is not None:
             lines.append(f"Each device receives {self.link / 1e9:,.0f} GB/s, by the spec sheet, while it computes.")
         if self.offloads:
-            lines.append(f"The bus copies {BUS / 1e9:.0f} GB/s, and the host's memory reaches {HOST_MEMORY / 1e9:.0f}.")
+            rates = f"{BUS / 1e9:.0f} GB/s for the bus, and {HOST_MEMORY / 1e9:.0f} GB/s for the host's memory"
+            lines.append(f"The plan assumes {rates}. No copy overlaps with matmuls.")
         lines.append(f"A host has up to {HOST_DEVICES} devices. Nothing is counted for what joins several hosts.")
         return lines
 
