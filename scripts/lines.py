@@ -14,14 +14,14 @@ BUDGET = {
     "core": 3_930,
     "hw": 5_490,
     "data": 13_320,
-    "tokenizer": 3_300,
+    "tokenizer": 3_320,
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_500,
     "train": 10_625,
     "generate": 2_040,
     "evaluation": 4_760,
-    "serve": 3_900,
+    "serve": 3_930,
     "stages": 6_240,
 }
 

@@ -139,6 +139,12 @@ def test_a_wrong_option_is_an_error_before_anything_is_generated(
         assert caught.value.where == where
 
 
+def test_biases_have_token_ids_as_numbers_or_as_text(loaded: bloomery.Model) -> None:
+    (lamp,) = loaded.tokenizer.encode("a")
+    for biases in ({lamp: 100.0}, {str(lamp): 100.0}):
+        assert loaded.generate("x", max_tokens=3, temperature=0, logit_bias=biases) == "aaa"
+
+
 def test_what_a_model_cannot_take_is_an_error_with_its_fix(loaded: bloomery.Model) -> None:
     with pytest.raises(DataError, match=r"prompt: the prompt takes \d+ tokens, but .* has a context of 300\nShorten"):
         loaded.generate("word " * 400)

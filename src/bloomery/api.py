@@ -52,6 +52,8 @@ class SamplingOptions(TypedDict, total=False):
     """Seed for sampling. Without a seed, answers differ."""
     stop: str | Sequence[str]
     """The answer ends before the first occurrence of one of these texts."""
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    """Numbers from -100 to 100, which are added to the logits of these token IDs."""
 
 
 class Model:
@@ -166,7 +168,9 @@ class Model:
             hint = f"Options are {', '.join(sorted(known))}. The server supports more."
             raise DataError("is not an option of the Python API", where=unknown, hint=hint)
         stop = options.get("stop")
-        more = {"stop": list(stop)} if isinstance(stop, tuple) else {}
+        more: dict[str, Any] = {"stop": list(stop)} if isinstance(stop, tuple) else {}
+        if isinstance(biases := options.get("logit_bias"), Mapping):
+            more["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         body = {**options, **more, "model": self.name, "messages": messages}
         return openai_api.validated(openai_api.ChatRequest, body).asked()
 

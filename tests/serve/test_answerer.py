@@ -66,7 +66,12 @@ class Pairs:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(bytes([i]) if i < END else b"" if i == END else self.LONGER[i - 1000].encode() for i in ids)
 
+    puts_space_first = False
+
     def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+    def encode_after(self, text: str) -> list[int]:
         return [*text.encode()]
 
     def encode_within(self, text: str, max_tokens: int) -> list[int] | int:
@@ -112,6 +117,17 @@ def test_an_answer_has_the_logprobs_of_the_tokens_that_have_a_part_in_its_text(i
         told += len(piece.text)
         begun = [score for one in pieces[:number] for score in one.scores]
         assert len(b"".join(score.token for score in begun[:-1]).decode(errors="ignore")) <= told
+
+
+def test_the_end_of_a_completion_has_its_logprob_and_that_of_a_chat_has_none() -> None:
+    """Clients that score texts count a logprob for each token of `completion_tokens`."""
+    model, _ = answerer([*b"Hi", END])
+    vars(model).update(special_names={END: b"<END>"})
+    for asked, count in ((Asked(sampling=SamplingConfig(), prompts=("a",), logprobs=0), 3), (None, 2)):
+        asked = asked or Asked(sampling=SamplingConfig(), messages=tuple(ASK), logprobs=0)
+        pieces = list(model._streamed(asked).pieces)
+        assert sum(piece.tokens for piece in pieces) == 3
+        assert sum(len(piece.scores) for piece in pieces) == count
 
 
 @pytest.mark.parametrize(

@@ -519,6 +519,15 @@ def test_texts_and_token_ids_are_continued_alike(site: Site) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == texts[0]
 
 
+def test_a_text_that_is_longer_than_the_context_has_the_code_of_openai(site: Site) -> None:
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "lamp " * CONTEXT}]}),
+        ("completions", {"prompt": "a " * CONTEXT}),
+    ):
+        answer = site.post(f"/v1/{path}", **body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_text_offsets_do_not_count_special_tokens_which_are_not_in_the_text(site: Site) -> None:
     tokenizer = site.loaded.tokenizer
     lamp = tokenizer.encode("The lamp")
@@ -542,6 +551,8 @@ def test_an_echoed_prompt_has_the_logprobs_of_a_recomputed_forward_pass(site: Si
     assert "".join(choice.logprobs.tokens) == "The lamp is on."
     offsets = [sum(map(len, choice.logprobs.tokens[:number])) for number in range(len(ids) - 1)]
     assert choice.logprobs.text_offset == offsets
+    pairs = zip(choice.logprobs.tokens, choice.logprobs.top_logprobs or [], strict=True)
+    assert all(token in top and 2 <= len(top) <= 3 for token, top in pairs)
     raw = site.client.completions.create(model="chats", prompt=ids, max_tokens=0, echo=True, logprobs=0)
     assert raw.choices[0].logprobs is not None
     first, *rest = raw.choices[0].logprobs.token_logprobs or []

@@ -1,14 +1,18 @@
 """Forms and calls that a client or a model spells badly: bounded work, and answers that can be sent."""
 
 import json
+import random
 from typing import Any
 
 import pytest
 
 from bloomery.core.errors import DataError
 from bloomery.serve.constrained import Grammars, ToolCall, ToolFormat, grammar_form, regex_form, schema_form
-from bloomery.serve.openai_api import ChatRequest, validated
+from bloomery.serve.openai_api import ChatRequest, _as_messages, validated
+from bloomery.serve.replies import event
+from bloomery.tokenizer.importers import from_json
 from tests.tokenizer.made import made_for
+from tests.tokenizer.test_importers import like_llama
 
 PATTERNS = [{"pattern": f".*a.{{{count}}}b"} for count in range(16)]
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -81,6 +85,9 @@ def test_arguments_of_a_tool_may_be_behind_a_reference() -> None:
     [
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "must be object"),
         ("messages", r'{"a": "\ud800"}', "messages.1.tool_calls.0.function.arguments: holds half a character"),
+        ("messages", '{"a":' * 40 + "1" + "}" * 40, "function.arguments: is nested more than 32 deep"),
+        ("guided_json", '{"not":' * 800 + "{}" + "}" * 800, "guided_json: is nested more than 32 deep"),
+        ("guided_json", "[" * 60_000, "guided_json: is not JSON, or is nested too deeply"),
         ("messages", '{"a": 1e999}', "messages.1.tool_calls.0.function.arguments: holds a number that is too large"),
     ],
 )
@@ -91,3 +98,47 @@ def test_tools_and_calls_that_no_template_can_write_are_refused(field: str, valu
         value = [*ask, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
     with pytest.raises(DataError, match=what):
         validated(ChatRequest, {"model": "m", "messages": ask, field: value}).asked()
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        (regex_form("ab|ba ab", "f"), {"ab", "ba ab"}),
+        (schema_form({"enum": ["ab", " ab"]}, "f"), {'"ab"', '" ab"'}),
+    ],
+)
+def test_a_form_is_kept_where_the_tokenizer_puts_a_space_before_each_text(form: Any, texts: set[str]) -> None:
+    tokenizer = from_json(like_llama().to_str(), "made", {"eos_token": "<s>"})
+    end, found = tokenizer.special_id("<s>"), set()
+    grammars = Grammars(tokenizer, frozenset({end or 0}))
+    for seed in range(20):
+        rng, constraint, ids = random.Random(seed), grammars.constraint(form), list[int]()
+        while not constraint.finished and (not ids or ids[-1] != end):
+            ids.append(rng.choice(constraint.allowed().nonzero().flatten().tolist()))
+            constraint.accept(ids[-1])
+        found.add(tokenizer.decode_bytes(ids).decode())
+    assert found == texts
+
+
+def test_tools_with_a_form_are_refused_because_no_tool_could_be_called() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi."}], "tools": [tool]}
+    form = {"response_format": {"type": "json_object"}}
+    assert validated(ChatRequest, body | form | {"tool_choice": "none"}).asked().form is not None
+    with pytest.raises(DataError, match="response_format: asks for a form, so that no tool could be called"):
+        validated(ChatRequest, body | form).asked()
+
+
+def test_a_call_behind_a_text_of_the_assistant_is_of_the_same_message() -> None:
+    """As the server's own answers have them."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Let me look."}, call, call]
+    user, assistant = _as_messages([*items])
+    assert (user["role"], assistant["content"], len(assistant["tool_calls"])) == ("user", "Let me look.", 2)
+    assert [one["role"] for one in _as_messages([items[0], call])] == ["user", "assistant"]
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    data = {"text": "a\u2028b\u2029c\x85é"}
+    (line,) = event(data).strip().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == data

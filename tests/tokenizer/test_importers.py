@@ -202,6 +202,14 @@ def like_llama() -> tokenizers.Tokenizer:
     return made
 
 
+@pytest.mark.parametrize("text", ["ab", " ab", "abab", "b a", "x é\n", "  ", ""])
+def test_a_text_that_follows_another_gets_no_space_in_front(text: str, tmp_path: Path) -> None:
+    like_llama().save(str(tmp_path / FILE))
+    tokenizer = importers.load(tmp_path)
+    assert tokenizer.decode_bytes(tokenizer.encode_after(text)) == text.encode()
+    assert tokenizer.decode_bytes(tokenizer.encode("ab")) == b" ab"
+
+
 @pytest.mark.parametrize("make", [byte_bpe, with_words, like_llama])
 def test_a_tokenizer_file_gives_the_ids_of_the_library(make: Any, tmp_path: Path) -> None:
     original = make()

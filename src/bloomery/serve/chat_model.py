@@ -220,6 +220,11 @@ class TextCoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_after(self, text: str) -> list[int]: ...
+
+    @property
+    def puts_space_first(self) -> bool: ...
+
     def encode_within(self, text: str, max_tokens: int) -> list[int] | int: ...
 
 
@@ -321,6 +326,9 @@ class TextAnswerer:
             self._check_room(ids, "the prompt", "prompt", "Shorten it.", self.words.context)
             opened = len(self.words.opening) if isinstance(prompt, str) else 0
             scores = self.scores(ids, asked.logprobs)[opened:] if asked.echo and asked.logprobs is not None else ()
+            scores = [*scores]
+            if scores and self.words.tokenizer.puts_space_first:  # no part of the text
+                scores[0] = scores[0]._replace(token=scores[0].token.removeprefix(b" "))
             prompts.append(_Prompt(ids, self.text(ids) if asked.echo else "", tuple(scores), number))
         return _Prepared(self, asked, tuple(prompts), self.words.stop_ids, 0)
 
@@ -385,11 +393,16 @@ class TextAnswerer:
         if begun is not None:
             content = begun["content"]
             content = renderer.template.content(begun) if isinstance(renderer, Renderer) else content
-            ids += self.words.tokenizer.encode(renderer.lead + content)
+            ids += self._following(ids, renderer.lead + content)
         elif renderer.lead and (asked.form is not None or asked.calls == "required"):
-            ids += self.words.tokenizer.encode(renderer.lead)  # the form is that of the text behind it
+            ids += self._following(ids, renderer.lead)  # the form is that of the text behind it
         self._check_room(ids, "the conversation", "messages", SHORTER, max_tokens)
         return ids
+
+    def _following(self, ids: Sequence[int], text: str) -> list[int]:
+        """The token IDs of a text after a prompt, as in training. A special token begins a new part."""
+        tokenizer = self.words.tokenizer
+        return tokenizer.encode(text) if ids and ids[-1] in self.special_names else tokenizer.encode_after(text)
 
     def text_ids(self, prompt: str | Sequence[int], where: str = "prompt") -> list[int]:
         """
@@ -420,11 +433,16 @@ class TextAnswerer:
 
     def shown_text(self, ids: Iterable[int]) -> str:
         """The text of token IDs, with the names of special tokens. Raises DataError for IDs that the model lacks."""
-        return b"".join(map(self.token, self.text_ids(list(ids), "tokens"))).decode("utf-8", "replace")
+        ids = self.text_ids(list(ids), "tokens")
+        text = b"".join(map(self.token, ids)).decode("utf-8", "replace")
+        return text if ids and ids[0] in self.special_names else self._without_added_space(text)
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of token IDs, without special tokens."""
-        return self.words.tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace")
+        return self._without_added_space(self.words.tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace"))
+
+    def _without_added_space(self, text: str) -> str:
+        return text.removeprefix(" ") if self.words.tokenizer.puts_space_first else text
 
     def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str, max_tokens: int) -> None:
         if len(ids) >= max_tokens:
@@ -543,7 +561,8 @@ class _Prepared:
                         choice.cancel()
                     raise
                 calls = None if format is None else ToolText(format, names, one_call=asked.one_call)
-                choices.append(ChoiceStream(model, index, ticket, TextStream(asked.sampling.stop, lead), prompt, calls))
+                stream = TextStream(asked.sampling.stop, lead)
+                choices.append(ChoiceStream(model, index, ticket, stream, prompt, calls, scores_end=not asked.messages))
         return AnswerStreams(choices, self.prompt_tokens, self.dropped, model)
 
 
@@ -565,7 +584,11 @@ class ChoiceStream:
         text: TextStream,
         prompt: _Prompt,
         calls: "ToolText | None",
+        *,
+        scores_end: bool,
     ) -> None:
+        """`scores_end`: the token that ends the answer has a score, as in completions."""
+        self._scores_end = scores_end
         self.index, self.ticket, self.prompt_number = index, ticket, prompt.number
         self.finish: AnswerEnd | None = None
         self.num_tokens = 0
@@ -587,14 +610,15 @@ class ChoiceStream:
         stop_ids = self.ticket.request.stop_ids
         for token in self.ticket.take():
             self.num_tokens += 1
-            if token.id in stop_ids:
-                chunks.append(self._end(1, "stop"))
-                return chunks
-            if token.logprob is not None:
+            ends = token.id in stop_ids
+            if token.logprob is not None and (self._scores_end or not ends):
                 top = tuple((self._model.token(id), logprob) for id, logprob in token.top)
-                special = token.id in self._model.special_names
+                special = ends or token.id in self._model.special_names
                 score = TokenScore(self._model.token(token.id), token.logprob, top, special)
                 self._held.append((self._text.num_decoded, score))
+            if ends:
+                chunks.append(self._end(1, "stop"))
+                return chunks
             shown = self._text.add(self._bytes(token.id))
             if self._text.stopped:
                 self.ticket.cancel()

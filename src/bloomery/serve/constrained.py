@@ -249,7 +249,7 @@ class _TokenTable:
             self.tokens[id] = names.get(id, self.tokens[id])
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+        return self._tokenizer.encode_after(text if isinstance(text, str) else text.decode())
 
 
 class Grammars:

@@ -10,6 +10,7 @@ is.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -68,10 +69,10 @@ MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_LENGTH, MAX_NAME = 10_000, 1000, 16
 """Of a request; parts of one message. Every token of an answer is compared with every stop string."""
 MAX_FIELDS = 16
 """Of `stream_options`, and of a part of a message."""
-MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS, MAX_NGRAM = 20, 128, 128, 256, 32
+MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS, MAX_NGRAM, MAX_DEPTH = 20, 128, 128, 2048, 32, 32
 """
 Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings. MAX_NGRAM
-is of an n-gram that is not repeated: each sequence keeps all of its own.
+is of an n-gram that is not repeated: each sequence keeps all of its own. MAX_DEPTH is of JSON in a string.
 """
 TOOL_NAME_CHARS = 64
 
@@ -219,7 +220,8 @@ class SamplingRequest(WireRequest):
     stream_options: Annotated[StreamOptions, FewFields] | None = None
     temperature: Annotated[float, _number("temperature", high=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, _number("top_k")] | None = None
+    top_k: Annotated[int, _number("top_k", low=-1)] | None = None
+    """-1 is 0, as in vLLM: no limit."""
     min_p: Annotated[float, _number("min_p")] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, _number("repetition_penalty")] | None = None
@@ -252,6 +254,7 @@ class SamplingRequest(WireRequest):
         if "" in stop:
             raise DataError("a stop string is empty", where="stop", hint="Every text begins with it. Remove it.")
         values: dict[str, Any] = {name: getattr(self, name) for name in LIMITS if name != "max_tokens"}
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k
         biases = None if not self.logit_bias else _biases(self.logit_bias)
         return SamplingConfig.of({**values, "max_tokens": self.longest, "logit_bias": biases, "stop": stop})
 
@@ -304,9 +307,15 @@ def _json_text(value: Any, where: str) -> Any:
     if len(value) > MAX_SCHEMA:
         raise DataError(f"has {len(value):,} characters; {MAX_SCHEMA:,} are allowed", where=where)
     try:
-        return json.loads(value)
+        data = json.loads(value)
     except (ValueError, RecursionError):
         raise DataError(f"is not JSON, or is nested too deeply: {_shown(value)}", where=where) from None
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one if isinstance(one, list) else () for one in level)
+        if not (level := list(chain.from_iterable(inner))):
+            return data
+    raise DataError(f"is nested more than {MAX_DEPTH} deep: {_shown(value)}", where=where)
 
 
 def _check_characters(value: object, where: str) -> None:
@@ -371,6 +380,9 @@ class ChatRequest(SamplingRequest):
         form = self.form()
         if calls == "required" and form is not None:
             raise DataError("asks for a form, but tool_choice for a call", where=form.field, hint="Remove one of them.")
+        if tools and form is not None:
+            hint = 'Set tool_choice to "none", or remove this field.'
+            raise DataError("asks for a form, so that no tool could be called", where=form.field, hint=hint)
         return Asked(
             sampling=self.sampling(),
             messages=messages,
@@ -507,8 +519,8 @@ def _as_messages(value: object) -> list[dict[str, Any]]:
         match item:
             case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
                 call = {"id": item.get("call_id", ""), "function": {"name": name, "arguments": arguments}}
-                if messages and "tool_calls" in messages[-1]:
-                    messages[-1]["tool_calls"].append(call)
+                if messages and messages[-1]["role"] == "assistant":
+                    messages[-1].setdefault("tool_calls", []).append(call)
                 else:
                     messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             case {"type": "function_call_output", "output": output}:

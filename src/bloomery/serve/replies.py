@@ -212,7 +212,7 @@ class CompletionReply(_Choices):
                 "tokens": [_token_text(score.token) for score in scores],
                 "token_logprobs": [score.logprob for score in scores],
                 "top_logprobs": [
-                    {_token_text(token): logprob for token, logprob in score.top} or None for score in scores
+                    {_token_text(token): logprob for token, logprob in _with_own(score)} or None for score in scores
                 ],
                 "text_offset": offsets,
             }
@@ -413,6 +413,16 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
     return {"error": {"message": readable(message), "type": kind, "param": param, "code": code}}
 
 
+def _with_own(score: TokenScore) -> list[tuple[bytes, float]]:
+    """The likeliest tokens, and the one that was taken, as OpenAI has them."""
+    own = [] if score.logprob is None or score.token in dict(score.top) else [(score.token, score.logprob)]
+    return [*score.top, *own]
+
+
+LINE_ENDS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "\x85\u2028\u2029"}
+"""Characters at which some clients end a line, as JSON escapes them."""
+
+
 def event(data: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(data, ensure_ascii=False).translate(LINE_ENDS)}\n\n"

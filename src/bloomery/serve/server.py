@@ -58,6 +58,7 @@ from bloomery.serve.chat_model import (
 )
 from bloomery.serve.guard import Connection, RequestGuard, checked_token, proposal
 from bloomery.serve.queue import BusyError, GenerationRequest, RequestQueue
+from bloomery.tokenizer.chat_template import TooLongError
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -369,7 +370,8 @@ def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
 def _error_body(error: Exception) -> dict[str, object]:
     """What a client gets: the whole error where its request is wrong, else a message without folders and commands."""
     if isinstance(error, DataError):
-        return replies.error_body(str(error), kind="invalid_request_error", param=error.where or None)
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+        return replies.error_body(str(error), kind="invalid_request_error", param=error.where or None, code=code)
     if isinstance(error, BusyError | StoppedError):
         return replies.error_body(str(error), kind="server_error")
     if isinstance(error, BloomeryError):

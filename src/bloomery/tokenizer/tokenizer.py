@@ -548,7 +548,19 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token IDs, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         text = self.decode_bytes(ids).decode("utf-8", "replace")
-        return text[1:] if self._puts_space_first and text.startswith(" ") else text
+        return text[1:] if self.puts_space_first and text.startswith(" ") else text
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token IDs of a text that follows other text, so that no space is put in front of it."""
+        if not self.puts_space_first:
+            return self.encode(text)
+        for before in ("\x02", "\n"):  # one that no token joins with what follows
+            ids, seen = self.encode(before + text), b""
+            for count, id in enumerate(ids, 1):
+                seen += self.decode_bytes([id])
+                if seen.lstrip(b" ") == before.encode():
+                    return ids[count:]
+        raise DataError("has a token for each text that begins with U+0002 or a line end", where="tokenizer")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of token IDs; special tokens have none."""
@@ -561,7 +573,7 @@ class Tokenizer:
         return [len(piece) for piece in self._bytes]
 
     @cached_property
-    def _puts_space_first(self) -> bool:
+    def puts_space_first(self) -> bool:
         """Whether every text gets a space in front, which is no part of it: so did the first Llama's."""
         joined = _steps(self.outline["pre_tokenizer"], "pretokenizers")
         first = any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in joined)
