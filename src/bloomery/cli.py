@@ -19,7 +19,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -671,8 +670,6 @@ def chat(options: argparse.Namespace) -> int:
     info(f"{options.model}. /help lists commands; Ctrl-D or /exit ends.")
     from bloomery.stages.terminal import TerminalChat
 
-    if isinstance(sys.stdin, TextIOWrapper):  # a message with a wrong byte is refused, and the chat continues
-        sys.stdin.reconfigure(errors="surrogateescape")
     TerminalChat(ask, load, sampling).run()
     return 0
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -501,6 +502,8 @@ class TerminalChat:
 
     def run(self) -> None:
         """Answer messages until the input ends, or /exit. Ctrl-C stops an answer or a command, and never the chat."""
+        if isinstance(sys.stdin, TextIOWrapper):  # a message with a wrong byte is refused, and the chat continues
+            sys.stdin.reconfigure(errors="surrogateescape")
         while True:
             lines: list[str] = []
             try:
