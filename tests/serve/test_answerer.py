@@ -66,6 +66,9 @@ class Pairs:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(bytes([i]) if i < END else b"" if i == END else self.LONGER[i - 1000].encode() for i in ids)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
     puts_space_first = False
 
     def encode(self, text: str) -> list[int]:

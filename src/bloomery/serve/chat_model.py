@@ -218,6 +218,8 @@ class TextCoder(Protocol):
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
+    def decode(self, ids: Sequence[int]) -> str: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_after(self, text: str) -> list[int]: ...
@@ -435,14 +437,12 @@ class TextAnswerer:
         """The text of token IDs, with the names of special tokens. Raises DataError for IDs that the model lacks."""
         ids = self.text_ids(list(ids), "tokens")
         text = b"".join(map(self.token, ids)).decode("utf-8", "replace")
-        return text if ids and ids[0] in self.special_names else self._without_added_space(text)
+        added = self.words.tokenizer.puts_space_first and not (ids and ids[0] in self.special_names)
+        return text.removeprefix(" ") if added else text
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of token IDs, without special tokens."""
-        return self._without_added_space(self.words.tokenizer.decode_bytes(list(ids)).decode("utf-8", "replace"))
-
-    def _without_added_space(self, text: str) -> str:
-        return text.removeprefix(" ") if self.words.tokenizer.puts_space_first else text
+        return self.words.tokenizer.decode(list(ids))
 
     def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str, max_tokens: int) -> None:
         if len(ids) >= max_tokens:

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bloomery.core.errors import ConfigError
-from bloomery.serve.openai_api import ACCEPTED
+from bloomery.serve.openai_api import ACCEPTED, MAX_DEPTH
 from bloomery.serve.replies import error_body
 
 MAX_CONNECTIONS = 512
@@ -39,7 +39,7 @@ MAX_BODY_BYTES, MAX_OTHER_BYTES, MAX_HELD_BYTES = 16 * MIB, 4 * KIB, 64 * MIB
 """Of a text or conversation, of any other body, and of all bodies at once."""
 BYTES_PER_TOKEN = 64
 """Of JSON: a token has 4 bytes of text on average, and every byte of it may be written as an escape of 6."""
-MAX_DEPTH, MAX_SIGNS = 32, 100_000
+MAX_SIGNS = 100_000
 """Of the brackets, braces, commas and colons of a body. A message has six of them."""
 MIN_TOKEN = 16
 """Characters. 16 random hexadecimal digits take 10^11 years to guess at 3 attempts a second."""

@@ -72,7 +72,7 @@ MAX_FIELDS = 16
 MAX_LOGPROBS, MAX_TOOLS, MAX_CALLS, MAX_INPUTS, MAX_NGRAM, MAX_DEPTH = 20, 128, 128, 2048, 32, 32
 """
 Likeliest tokens at each position; tools of a request; calls of a message; texts of a request for embeddings. MAX_NGRAM
-is of an n-gram that is not repeated: each sequence keeps all of its own. MAX_DEPTH is of JSON in a string.
+is of an n-gram that is not repeated: each sequence keeps all of its own. MAX_DEPTH is of JSON, also in a string.
 """
 TOOL_NAME_CHARS = 64
 

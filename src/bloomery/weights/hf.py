@@ -397,7 +397,8 @@ def streamed(path: Path, dtype: LoadFormat = "float32") -> Loaded:
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
     if is_adapter(path):
-        return _adapted_language(path, below := base_of(path), language(below))
+        base = base_of(path)
+        return _adapted_language(path, base, language(base))
     return _language(opened_model(path))
 
 

@@ -270,7 +270,6 @@ def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
             messages = [as_message(message) for message in talk.messages()]
             yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
         return
-    yield from (RejectedRow(source.name, str(path), OTHER_ENDING) for _, path in _other_files(source))
     for file in _files(source):
         yield from _of_file(file)
 
@@ -278,7 +277,9 @@ def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
 def _files(source: Shaped) -> Iterator[_File]:
     """Every file of a source, downloaded when its turn comes. Raises DataError where there are none."""
     if isinstance(source, ChatFiles):
-        for name, path in local_files(source):
+        every = _all_files(source)
+        _that_hold(source, every)  # or there is nothing to read
+        for name, path in sorted(every, key=lambda file: _can_hold(source, file[0])):  # what cannot comes first
             yield _File(source, path, name, str(path))
         return
     assert isinstance(source, ChatHub | ChatPreset)
@@ -298,7 +299,11 @@ def _files(source: Shaped) -> Iterator[_File]:
 
 def local_files(source: ChatFiles) -> list[tuple[str, Path]]:
     """Name and path of the files of a source. In a folder, of those that can hold conversations."""
-    kept = [(name, path) for name, path in _all_files(source) if source.kind == "jsonl" or _ending(name) is not None]
+    return _that_hold(source, _all_files(source))
+
+
+def _that_hold(source: ChatFiles, files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    kept = [(name, path) for name, path in files if _can_hold(source, name)]
     if not kept:
         hint = f"Give a file or folder with names that end in {', '.join(ENDINGS)}, also with .gz or .zst."
         raise DataError("holds no conversations", where=str(source.path), hint=hint)
@@ -309,11 +314,9 @@ def _all_files(source: ChatFiles) -> list[tuple[str, Path]]:
     return local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
 
 
-def _other_files(source: Shaped) -> list[tuple[str, Path]]:
-    """Name and path of the local files of a source that `local_files` leaves out."""
-    if not isinstance(source, ChatFiles) or source.kind == "jsonl":
-        return []
-    return [(name, path) for name, path in _all_files(source) if _ending(name) is None]
+def _can_hold(source: Shaped, name: str) -> bool:
+    """Whether a file of this name can hold conversations."""
+    return (isinstance(source, ChatFiles) and source.kind == "jsonl") or _ending(name) is not None
 
 
 def _ending(name: str) -> str | None:
@@ -327,7 +330,9 @@ def _ending(name: str) -> str | None:
 def _of_file(file: _File) -> Iterator[ChatItem]:
     jsonl = isinstance(file.source, ChatFiles) and file.source.kind == "jsonl"
     ending = ".jsonl" if jsonl else _ending(file.name)
-    if ending in (".txt", ".text"):
+    if ending is None:
+        yield RejectedRow(file.source.name, file.where, OTHER_ENDING)
+    elif ending in (".txt", ".text"):
         yield from _of_text(file)
     elif ending == ".json":
         yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes))
@@ -350,9 +355,10 @@ def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterato
     The raw rows of a source, for readers of other things than conversations: the location for messages, the id by file
     and line, and the row. Rows of parquet files have only the columns in `looked_at`. Raises DataError.
     """
-    for name, path in _other_files(source):
-        yield str(path), f"{source.name}/{name}", OTHER_ENDING
     for file in _files(source):
+        if not _can_hold(source, file.name):
+            yield file.where, f"{source.name}/{file.name}", OTHER_ENDING
+            continue
         ending = _ending(file.name)
         if ending == ".json":
             numbered_rows: Iterator[tuple[int, RowOrError]] = rows.objects(file.path, source.max_row_bytes)

@@ -422,9 +422,9 @@ class FilterBase(Config):
     @model_validator(mode="after")
     def _something_passes(self) -> Self:
         for name in type(self).model_fields:
-            least, most = getattr(self, name), getattr(self, name.replace("min_", "max_", 1), None)
-            if name.startswith("min_") and most is not None and least > most:
-                most_name = name.replace("min_", "max_", 1)
+            most_name = name.replace("min_", "max_", 1)
+            least, most = getattr(self, name), getattr(self, most_name, None)
+            if most_name != name and most is not None and least > most:
                 raise ValueError(f"no document meets both: {name} = {least} is above {most_name} = {most}")
         return self
 

@@ -572,8 +572,8 @@ def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
     """
     trained = trained_parameters(what, way)
     adapters = 0 if way.method == "full" else trained
-    pinned_bytes = base_bytes(what, way) + BYTES * (adapters + trained)
-    once = int(pinned_bytes * pinned_share(what, way.num_shards)) + remembered_bytes(what, way)
+    kept = base_bytes(what, way) + BYTES * (adapters + trained)
+    once = int(kept * pinned_share(what, way.num_shards)) + remembered_bytes(what, way)
     return -(-way.devices // way.num_shards) * once
 
 
@@ -693,7 +693,12 @@ def pinned_share(what: Workload, shards: int = 1) -> float:
     """How many times its bytes a part of a matrix or table takes in pinned memory, on average."""
     sizes = [-(-k * n // shards) for k, n in matrix_sides(what.model)]
     sizes.append(-(-what.vocab_size * what.model.hidden_size // shards))
-    return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
+    return sum(map(pinned_bytes, sizes)) / sum(sizes)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """As PyTorch rounds pinned memory: up to a power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def rounded_bytes(what: Workload, way: TrainSetup) -> int:

@@ -49,6 +49,7 @@ from bloomery.train.plan.memory import (
     MemoryEstimate,
     activation_bytes_per_token,
     check_offload,
+    pinned_bytes,
     with_host,
 )
 from bloomery.train.sharding_rules import (
@@ -619,15 +620,13 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
         copies = devices * sum(tensor.local_numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
     saving, loading = copies + min(copies, FILE_BYTES), devices * largest
     if ask.offload == "host":
-        parts = sum(_pinned(tensor.local_bytes) for tensor in tensors)
-        parts += sum(_pinned(BYTES * one.local_numbers) + one.optimizer_bytes * one.local_numbers for one in trained)
+        parts = sum(pinned_bytes(tensor.local_bytes) for tensor in tensors)
+        parts += sum(
+            pinned_bytes(BYTES * tensor.local_numbers) + tensor.optimizer_bytes * tensor.local_numbers
+            for tensor in trained
+        )
         return {"processes": devices * PROCESS_BYTES, "offloaded": devices * parts, "saving": max(saving, loading)}
     return {"processes": devices * PROCESS_BYTES} | ({"loading": loading} if loading >= saving else {"saving": saving})
-
-
-def _pinned(num_bytes: int) -> int:
-    """As PyTorch rounds pinned memory."""
-    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _passes(ask: ShardingRequest, unit: str) -> int:
