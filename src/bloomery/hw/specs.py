@@ -157,8 +157,8 @@ CATALOG = (
 
 LORA_MFU = 0.178
 """
-Share of the spec sheet's FLOP/s that NVIDIA's AutoModel publishes for LoRA of Llama 3.1 70B, at 4 FLOP a weight and
-token.
+Share of the spec sheet's FLOP/s that NVIDIA's AutoModel publishes for LoRA of Llama 3.1 70B, at 4 FLOP for each
+weight and token.
 """
 
 

@@ -18,8 +18,8 @@ reduced tensor, twice that for an all-reduce. Units are gathered in the forward 
 micro-batch. With tp, each block sums its outputs twice in a forward pass, and the gradients of its inputs twice in a
 backward pass. The collectives of training on CPUs are those of this plan, by test.
 
-Speed: the FLOP/s of the spec sheet times LORA_MFU, at 4 FLOP a weight and token for LoRA and 6 for full training. If
-the links need longer at the rate of the spec sheet, they decide.
+Speed: the FLOP/s of the spec sheet times LORA_MFU. A token costs 4 FLOP for each weight in a matmul with LoRA, and 6 in
+full training; looking up an embedding costs none. If the links need longer at the rate of the spec sheet, they decide.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +184,7 @@ class ShardingPlan:
 
     @property
     def flops_per_token(self) -> float:
-        return (6.0 if self.ask.lora is None else 4.0) * cost(self.ask.model, self.ask.vocab_size).parameters
+        return (6.0 if self.ask.lora is None else 4.0) * cost(self.ask.model, self.ask.vocab_size).matmul_parameters
 
     @property
     def compute_seconds(self) -> float | None:
@@ -289,7 +289,8 @@ class ShardingPlan:
         lines = []
         if peak is not None:
             share = f"{LORA_MFU:.1%} of the {peak / 1e12:,.0f} TFLOP/s of the spec sheet"
-            lines.append(f"Matmuls reach {share}, at {flop} FLOP a weight and token (published for LoRA of 70B).")
+            lines.append(f"Matmuls reach {share}, as published for LoRA of 70B.")
+            lines.append(f"A token takes {flop} FLOP for each weight in a matmul.")
         if self.link is not None:
             lines.append(f"Each device receives {self.link / 1e9:,.0f} GB/s, by the spec sheet, while it computes.")
         if self.offloads:
