@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": MUON,
     "lion": {"kind": "lion", "learning_rate": 1e-4},
     "ademamix": {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5},
+    "adamw8bit": {"kind": "adamw8bit", "learning_rate": 1e-3, "block": 8},  # parts of SHAPE have whole blocks
 }
 
 

@@ -76,10 +76,7 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (
-            {"optimizer": {"kind": "adamw8bit"}},
-            'optimizer.kind="adamw8bit" does not work.*\nSet optimizer.kind="adamw"',
-        ),
+        ({"weight_dtype": "bfloat16"}, 'weight_dtype="bfloat16" does not work.*\nSet weight_dtype="float32"'),
     ],
 )
 def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
@@ -95,11 +92,6 @@ def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any]
         (1, {"sample_every": 5}, 'sample_every does not work.*\nSet sample_every=0 or offload="none"'),
         (2, {}, 'needs a sharded model, but each of 2 processes holds all of it\nSet parallelism="fsdp" or a mesh'),
         (2, {"mesh": {"dp_shard": 2, "zero_stage": 2}}, "keep all weights on the device.*\nSet mesh.zero_stage=3"),
-        (
-            1,
-            {"optimizer": {"kind": "adamw8bit"}},
-            r'"adamw8bit" does not work with offload="host".*\nSet optimizer.kind',
-        ),
         (1, {"weight_dtype": "bfloat16"}, '"bfloat16" does not work with offload="host".*\nSet weight_dtype="float32"'),
     ],
 )
@@ -128,10 +120,10 @@ def test_preference_training_is_refused_with_parts_before_ranks_wait_for_each_ot
         check_shard(config.model_copy(update={"offload": "host"}), 1)
 
 
-def compare(one: Path, other: Path) -> None:
+def compare(one: Path, other: Path, allowed: float = 1e-6) -> None:
     """The same losses, validation losses, norms and weights, but for rounding in float32."""
     assert losses(other) == pytest.approx(losses(one), abs=1e-6)
-    assert furthest(one, other) < 1e-6
+    assert furthest(one, other) < allowed
     first, second = (
         [{k: v for k, v in line.items() if k not in VARYING} for line in lines(out)] for out in (one, other)
     )
@@ -219,6 +211,10 @@ def test_blocks_of_a_model_in_parts_are_compiled_one_by_one(shards: Path, tmp_pa
         ("adamw", (2, "fsdp"), (3, "fsdp")),
         ("adamw", (2, "fsdp"), (2, "none")),
         ("adamw", (2, "fsdp"), (2, "fsdp")),
+        ("adamw8bit", (1, "none"), (2, "fsdp")),
+        ("adamw8bit", (2, "fsdp"), (3, "fsdp")),
+        ("adamw8bit", (2, "fsdp"), (1, "none")),
+        ("adamw8bit", (2, "fsdp"), (2, "fsdp")),
     ],
 )
 def test_a_run_goes_on_with_other_ranks_and_other_parts(
@@ -233,7 +229,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_parts(
     first = finished(before[0], optimizer, parallelism=before[1])
     other = stopped(first, tmp_path / "stopped", random.Random(after[0]).randint(2, 6))
     run(shards, other, after[0], optimizer=OPTIMIZERS[optimizer], parallelism=after[1], **SAVES_AT_ENDS)
-    compare(first, other)
+    compare(first, other, 1e-4 if optimizer == "adamw8bit" else 1e-6)  # a last bit may change a code
     if before == after:
         assert furthest(first, other) == 0.0
 

@@ -20,7 +20,7 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import collectives, compile, fsdp, launch, optim
-from bloomery.train.config import AdamW, AdEMAMix, Lion, Mesh, Muon, Optimizer
+from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
@@ -87,6 +87,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon": Muon(muon_lr=1e-3, learning_rate=1e-3),
     "lion": Lion(learning_rate=1e-5),
     "ademamix": AdEMAMix(learning_rate=1e-3, ramp_steps=STEPS),
+    "adamw8bit": AdamW8bit(learning_rate=1e-3, weight_decay=0.1, block=32),
 }
 THREE = ("full", "LoRA", "NF4")
 """Methods that are tried on every mesh."""
@@ -101,7 +102,8 @@ def cases(ranks: int) -> list[Case]:
     more: list[Case] = [
         ("full", other, axes) for other in OTHERS if other not in STAGES for axes in ((1, 2, 2), (1, 1, 4))
     ]
-    more += [("full", optimizer, (1, 2, 2)) for optimizer in ("muon", "lion", "ademamix")]
+    more += [("full", optimizer, (1, 2, 2)) for optimizer in ("muon", "lion", "ademamix", "adamw8bit")]
+    more += [("full", "adamw8bit", (1, 4, 1)), ("NF4", "adamw8bit", (2, 2, 1))]
     adapted: list[Case] = [(method, "", (1, 2, 2)) for method in METHODS if method not in THREE]
     one: list[Case] = [("DoRA, NF4", "all biases", (1, 2, 2)), ("LoRA", "tied", (2, 2, 1)), ("full", "tied", (1, 4, 1))]
     stages: list[Case] = [("full", other, axes) for other in STAGES for axes in ((2, 2, 1), (1, 2, 2))]
@@ -251,7 +253,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
 
 OFFLOADED: list[Case] = [
     *((method, "", (2, 2, 1)) for method in METHODS),
-    *(("full", other, (1, 2, 2)) for other in ("", "tied", "muon", "lion", "ademamix", "pairs of heads")),
+    *(("full", other, (1, 2, 2)) for other in ("", "tied", "muon", "lion", "ademamix", "adamw8bit", "pairs of heads")),
     ("DoRA, NF4", "all biases", (1, 1, 4)),
     ("NF4", "", (1, 4, 1)),
 ]
@@ -351,13 +353,14 @@ def test_parts_on_the_host_of_gpus_are_updated_measured_and_copied_there(
                 optimizers.step(clipping(0.1, norm), step)
                 norms.after_update()
                 found += [float(norm), norms.latest["update_norm"], collectives.is_finite(model, World.alone())]
-                optimizers.restore(optimizers.state())
+                optimizers.restore(optimizers.state(checkpoint.as_part))
             found += [collectives.whole(weight) for weight in model.parameters()]
-            found += [collectives.local(one) for one in checkpoint.copy_state(optimizers.state()).values()]
+            if optimizer != "adamw8bit":  # of which a last bit of a gradient moves some codes by one
+                found += [collectives.local(one) for one in checkpoint.copy_state(optimizers.state()).values()]
         assert {str(weight.device) for weight in parts.parameters()} == {"cpu"}
         assert collectives.computed_on(next(parts.parameters())).type == "cuda"
     for mine, theirs in zip(*told, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-4 if optimizer == "adamw8bit" else 1e-7)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there is a GPU")

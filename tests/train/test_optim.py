@@ -457,11 +457,16 @@ def test_what_codes_stand_for_is_near_what_they_were_made_from(
     codes, scales = torch.zeros(count, dtype=torch.uint8), torch.zeros(-(-count // block))
     encode(numbers, table, signed, block, codes, scales)
     found = decode(codes, scales, table, block)
-    largest = scales.repeat_interleave(block)[:count]
+    largest = scales.abs().repeat_interleave(block)[:count]
     assert bool(((found - numbers).abs() <= 0.008 * largest).all())
     near = numbers.abs() > 0.1 * largest
     assert bool(((found - numbers).abs() <= 0.08 * numbers.abs())[near].all())
-    assert bool((found[numbers == largest] == numbers[numbers == largest]).all()), "the largest is kept as it is"
+    kept = numbers == scales.repeat_interleave(block)[:count]
+    assert bool((found[kept] == numbers[kept]).all()), "the largest is kept as it is"
+    again, their_scales = torch.zeros_like(codes), torch.zeros_like(scales)
+    encode(found, table, signed, block, again, their_scales)
+    assert torch.equal(decode(again, their_scales, table, block), found), "what was decoded is coded as it was"
+    assert torch.equal(their_scales, scales)
     if not signed:
         assert bool((found[numbers > 0] > 0).all()), "a second moment of 0 would divide by ε"
 

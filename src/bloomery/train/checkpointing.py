@@ -178,6 +178,8 @@ class Checkpoints:
         weights = dict(self.model.named_parameters())
         weight = weights[name.rpartition("/")[0]]
         if isinstance(weight, DTensor) and weight.shape == shape:
+            if self.optimizers.is_recoded(name.rpartition("/")[0]):  # in 8 bits it takes less room there
+                return checkpoint.as_part(torch.zeros(weight.to_local().shape, dtype=kind), weight)
             return torch.zeros_like(weight, dtype=kind)
         return torch.empty(shape, dtype=kind)
 
@@ -268,7 +270,7 @@ class Checkpoints:
         self.saver.start(
             state.step,
             lambda folder: write(folder, step),
-            self.optimizers.state(),
+            self.optimizers.state(checkpoint.as_part),
             asdict(state),
             environment=self.environment,
             model_bytes=size,

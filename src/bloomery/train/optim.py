@@ -31,7 +31,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.core.hashing import stable_hash
 from bloomery.hw.distributed import World
 from bloomery.model.kernels.cpu import call
-from bloomery.train.collectives import computed_on, like, local, whole
+from bloomery.train.collectives import computed_on, like, local, part_like, whole
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.loss import on_processor
 from bloomery.train.norms import LIBRARY, takes_compiled
@@ -379,10 +379,14 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
     """
     AdamW, with both moments kept as codes of 8 bits and a float32 scale for each block of numbers.
 
-        x ≈ scale · table[code]      scale = the largest |x| of the block
+        x ≈ scale · table[code]      scale = the x of the block with the largest |x|
 
-    The table is finer near zero, where most numbers are (`code_table`). The second moment is never rounded to zero,
-    which would divide by ε (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, §2).
+    That x is kept exactly, so numbers that were decoded get the same codes and scale again. The table is finer near
+    zero, where most numbers are (`code_table`). The second moment is never rounded to zero, which would divide by ε
+    (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, §2).
+
+    Of a weight that is spread over ranks, each codes its own part, and blocks end with it. `decoded` gives its moments
+    as numbers, which fit any parts, and `take` codes them again, with the same bits for the same parts.
     """
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float, block: int) -> None:
@@ -390,15 +394,10 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight, gradient = local(weight), local(gradient)
         if not state:
-            blocks = -(-weight.numel() // group["block"])
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[f"{name}_codes"] = torch.zeros_like(weight, dtype=torch.uint8)
-                state[f"{name}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
-        if weight.device not in self._tables:
-            self._tables[weight.device] = code_table(True).to(weight.device), code_table(False).to(weight.device)
-        signed, unsigned = self._tables[weight.device]
+            state |= {"step": torch.zeros((), dtype=torch.float32)} | self._no_moments(weight, group["block"])
+        signed, unsigned = self._tables_on(weight.device)
         state["step"] += 1
         t, (beta1, beta2) = _number(state["step"]), group["betas"]
         flat, grad = weight.view(-1), gradient.reshape(-1)
@@ -413,6 +412,54 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
             flat[numbers].addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**t))
             encode(mean, signed, True, group["block"], *kept[0])
             encode(square, unsigned, False, group["block"], *kept[1])
+
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._tables:
+            self._tables[device] = code_table(True).to(device), code_table(False).to(device)
+        return self._tables[device]
+
+    def _no_moments(self, weight: Tensor, block: int) -> dict[str, Tensor]:
+        blocks, none = -(-weight.numel() // block), dict[str, Tensor]()
+        for name in MOMENTS:
+            none[f"{name}_codes"] = torch.zeros_like(weight, dtype=torch.uint8)
+            none[f"{name}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
+        return none
+
+    def decoded(self, weight: Tensor, as_part: "AsPart") -> dict[str, Tensor]:
+        """What is kept of a weight, with its moments as float32 in CPU memory. Empty before the first step."""
+        if not (state := self.state[weight]):
+            return {}
+        block, kept = self.defaults["block"], {"step": state["step"]}
+        for name, table in zip(MOMENTS, self._tables_on(local(weight).device), strict=True):
+            codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
+            part = torch.empty(codes.shape, dtype=torch.float32)
+            for numbers, blocks in _chunks(codes.numel(), block):
+                part.view(-1)[numbers].copy_(decode(codes.view(-1)[numbers], scales[blocks], table, block))
+            kept[f"{name}_decoded"] = as_part(part, weight)
+        return kept
+
+    def take(self, weight: Tensor, kept: Mapping[str, Tensor]) -> None:
+        """Take up moments of a weight: numbers, or codes of the whole weight with their scales."""
+        own, block = local(weight), self.defaults["block"]
+        state = {"step": kept["step"]} | self._no_moments(own, block)
+        for name, signed in zip(MOMENTS, (True, False), strict=True):
+            table = self._tables_on(own.device)[0 if signed else 1]
+            if (part := kept.get(f"{name}_decoded")) is None:
+                scales = kept[f"{name}_scales"].repeat_interleave(block)[: weight.numel()].view(weight.shape)
+                scales = part_like(weight, scales) if isinstance(weight, DTensor) else scales
+                codes = local(kept[f"{name}_codes"]).reshape(-1)
+                part = decode(codes, scales.reshape(-1), table.to(codes.device), 1)
+            flat = local(part).reshape(-1)
+            for numbers, blocks in _chunks(own.numel(), block):
+                to = state[f"{name}_codes"].view(-1)[numbers], state[f"{name}_scales"][blocks]
+                encode(flat[numbers].to(own.device, torch.float32), table, signed, block, *to)
+        self.state[weight] = state
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, the first with a sign."""
+AsPart = Callable[[Tensor, Tensor], Tensor]
+"""Of what is in CPU memory for this rank's part of a tensor, and that tensor: a part of a whole."""
 
 
 def _chunks(numbers: int, block: int) -> Iterator[tuple[slice, slice]]:
@@ -447,8 +494,10 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
 def encode(numbers: Tensor, table: Tensor, signed: bool, block: int, codes: Tensor, scales: Tensor) -> None:
     """Fill `codes` and `scales` with the nearest in the table; without signs, only 0 itself gets the code of 0."""
     rows = F.pad(numbers, (0, -len(numbers) % block)).view(-1, block)
-    scales.copy_(rows.abs().amax(1))
-    shares = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(numbers)]
+    least, most = rows.aminmax(dim=1)
+    scales.copy_(torch.where(most >= -least, most, least))
+    tiny = torch.finfo(torch.float32).tiny
+    shares = (rows / torch.where(scales.abs() < tiny, tiny, scales)[:, None]).view(-1)[: len(numbers)]
     nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
     if not signed:
         nearest = torch.maximum(nearest, (numbers > 0).int())
@@ -509,6 +558,11 @@ class Optimizers:
         self._seed = seed
         self._names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         self.parts = _parts(Kinds.of(model), config, dtype, world or World.alone())
+        self._recoded = {
+            self._names[weight]: optimizer
+            for optimizer, weight in self._owned()
+            if isinstance(optimizer, AdamW8bitOptimizer) and isinstance(weight, DTensor)
+        }
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
 
     def set_share(self, value: float) -> float:
@@ -542,13 +596,21 @@ class Optimizers:
         for optimizer in self.parts:
             optimizer.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, Tensor]:
-        """All that the optimizers remember, by name of the weight and of the quantity. Empty before the first step."""
-        return {
-            f"{self._names[weight]}/{key}": value
-            for optimizer, weight in self._owned()
-            for key, value in optimizer.state[weight].items()
-        }
+    def state(self, as_part: AsPart | None = None) -> dict[str, Tensor]:
+        """
+        All that the optimizers remember, by name of the weight and of the quantity. Empty before the first step. Codes
+        of a weight that is spread over ranks are decoded if `as_part` is given, so that they fit other ranks too.
+        """
+        kept = dict[str, Tensor]()
+        for optimizer, weight in self._owned():
+            coded = None if as_part is None else self._recoded.get(self._names[weight])
+            of_weight = optimizer.state[weight] if coded is None else coded.decoded(weight, as_part)
+            kept |= {f"{self._names[weight]}/{key}": value for key, value in of_weight.items()}
+        return kept
+
+    def is_recoded(self, name: str) -> bool:
+        """Whether moments of a weight are in 8 bits here, and in a checkpoint float32."""
+        return name in self._recoded
 
     def restore(self, saved: Mapping[str, Tensor], *, take_over: bool = False) -> None:
         """
@@ -560,7 +622,7 @@ class Optimizers:
         expected = {
             f"{self._names[weight]}/{key}": (optimizer, weight, key)
             for optimizer, weight in self._owned()
-            for key in REMEMBERED[type(optimizer)]
+            for key in _remembered(optimizer, self._names[weight], saved)
         }
         if saved:
             self._refuse(sorted(expected.keys() - saved.keys()), "misses")
@@ -576,12 +638,19 @@ class Optimizers:
                 raise CheckpointError(f"the state of the optimizer {what}, not {shape}", hint=_OF_ANOTHER)
         for optimizer in self.parts:
             optimizer.state.clear()
+        coded = dict[nn.Parameter, tuple[AdamW8bitOptimizer, dict[str, Tensor]]]()
         for path, value in saved.items():
             optimizer, weight, key = expected[path]
+            recoded = isinstance(weight, DTensor) or _is_decoded(self._names[weight], saved)
+            if isinstance(optimizer, AdamW8bitOptimizer) and recoded:
+                coded.setdefault(weight, (optimizer, {}))[1][key] = value
+                continue
             # Counts of steps stay where the optimizer made them: AdamW's fused one with the weight, others on the host.
             here = weight.device if key != "step" or isinstance(optimizer, torch.optim.AdamW) else torch.device("cpu")
             kept: dict[str, Any] = optimizer.state[weight]
             kept[key] = value.to(device=here, copy=not take_over)
+        for weight, (eight, moments) in coded.items():
+            eight.take(weight, moments)
 
     def _refuse(self, paths: list[str], what: str) -> None:
         if paths:
@@ -597,6 +666,17 @@ class Optimizers:
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     yield optimizer, weight
+
+
+def _remembered(optimizer: torch.optim.Optimizer, name: str, saved: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """What a saved state has of a weight. Moments in 8 bits may be there as numbers: ranks have decoded them."""
+    if isinstance(optimizer, AdamW8bitOptimizer) and _is_decoded(name, saved):
+        return ("step", *(f"{moment}_decoded" for moment in MOMENTS))
+    return REMEMBERED[type(optimizer)]
+
+
+def _is_decoded(name: str, saved: Mapping[str, Tensor]) -> bool:
+    return f"{name}/{MOMENTS[0]}_decoded" in saved
 
 
 def _is_rounded(group: Mapping[str, Any]) -> bool:

@@ -70,11 +70,11 @@ def copy_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of the tensors in CPU memory, so that training can continue; of a sharded tensor, this rank's part."""
     own = (one.to_local() if isinstance(one, DTensor) else one for one in tensors.values())
     copies = devices.copied_to_host(own)
-    return {name: _as_whole(copy, tensors[name]) for name, copy in zip(tensors, copies, strict=True)}
+    return {name: as_part(copy, tensors[name]) for name, copy in zip(tensors, copies, strict=True)}
 
 
-def _as_whole(copy: Tensor, tensor: Tensor) -> Tensor:
-    """The copy of a part, as a part of the whole tensor again."""
+def as_part(copy: Tensor, tensor: Tensor) -> Tensor:
+    """What is in CPU memory for this rank's part of a tensor, as a part of a whole one."""
     if not isinstance(tensor, DTensor):
         return copy
     mesh = tensor.device_mesh

@@ -211,7 +211,6 @@ def test_the_host_is_proposed_only_where_nothing_else_fits_and_with_what_it_take
     [
         (replace(card("rtx-4080"), host_bytes=128 * GIB), {}),  # the host is too small
         (card("strix-halo-64"), {}),  # it shares its memory with the host
-        (card("rtx-4080"), {"optimizer": {"kind": "adamw8bit"}}),  # a run refuses it
         (card("rtx-4080"), {"sample_every": 5}),
     ],
 )

@@ -69,7 +69,6 @@ def remarks(config: Training, context: int) -> list[str]:
     return messages
 
 
-SCALES_WHOLE = "its scales are of blocks, which parts of weights would cut"
 BASE_WHOLE = "a frozen base lies whole on each device"
 """Why a model is not to be sharded."""
 
@@ -120,11 +119,6 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             'Set sample_every=0 or offload="none".',
         ),
         ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
-        (
-            'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
-            SCALES_WHOLE,
-            'Set optimizer.kind="adamw".',
-        ),
         (
             'weight_dtype="bfloat16"' if config.weight_dtype == "bfloat16" else "",
             ROUNDED_WHOLE,
@@ -514,6 +508,13 @@ def remembered_bytes(what: Workload, way: TrainSetup) -> int:
     return 8 * adapter_parameters(what.model, way.rank)
 
 
+def saved_state_bytes(what: Workload, way: TrainSetup) -> int:
+    """What a checkpoint has of the optimizer: moments in 8 bits as float32 if ranks code their own parts."""
+    if way.sharded and what.optimizer.kind == "adamw8bit":
+        return 8 * trained_parameters(what, way)
+    return remembered_bytes(what, way)
+
+
 def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
@@ -618,7 +619,7 @@ def host_needs(what: Workload, way: TrainSetup, target: Machine, peak_bytes: int
     weights = loaded_bytes(what, way)
     largest = BYTES * max(what.vocab_size * what.model.hidden_size, largest_matrix(what.model))
     loading = (1 if way.sharded else target.devices) * weights + target.devices * largest
-    copies = way.weight_bytes * trained_parameters(what, way) + remembered_bytes(what, way)
+    copies = way.weight_bytes * trained_parameters(what, way) + saved_state_bytes(what, way)
     saving = pinned(what, way, copies) + min(copies, FILE_BYTES)
     process = {"processes": target.devices * PROCESS_BYTES}
     if way.offload and not target.processor:
@@ -758,7 +759,7 @@ def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
     """Of a stage that trains: checkpoints that stay, one to go back to, one that is being written, and the model."""
     whole = needs(what, TrainSetup(rows=1, method=way.method, rank=way.rank, precision=way.precision))
     model = way.weight_bytes * trained_parameters(what, way)
-    checkpoint = model + whole.optimizer
+    checkpoint = model + (saved_state_bytes(what, way) if way.sharded else whole.optimizer)
     kept = 0 if config.keep_every is None else config.steps // config.keep_every
     return (config.keep_last + 2 + kept + config.keeps_best) * checkpoint + (
         model if way.method == "full" else BYTES * what.parameters

@@ -28,7 +28,6 @@ from bloomery.train.plan.memory import (
     FROZEN_BYTES,
     MEASURED_SHARE,
     ROUNDED_WHOLE,
-    SCALES_WHOLE,
     USUAL_TOKENS,
     Machine,
     MemoryEstimate,
@@ -318,8 +317,6 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
         return "weights in bfloat16 are multiplied as they are"
     if way.sharded and way.weight_bytes == 2:
         return ROUNDED_WHOLE
-    if way.sharded and what.optimizer.kind == "adamw8bit":
-        return SCALES_WHOLE
     return ""
 
 

@@ -31,7 +31,7 @@ from bloomery.core.log import counted
 from bloomery.core.pipeline import resolve
 from bloomery.hw.specs import GIB, LORA_MFU
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost, matrices, targets
-from bloomery.train.config import Finetune, Level, Mesh, Optimizer
+from bloomery.train.config import AdamW8bit, Finetune, Level, Mesh, Optimizer
 from bloomery.train.plan import memory
 from bloomery.train.plan.gpu_time import BUS, HOST_MEMORY
 from bloomery.train.plan.memory import (
@@ -42,7 +42,6 @@ from bloomery.train.plan.memory import (
     OPTIMIZER_BYTES,
     PROCESS_BYTES,
     ROUNDED_WHOLE,
-    SCALES_WHOLE,
     UPDATE_NUMBERS,
     USUAL_TOKENS,
     Machine,
@@ -87,8 +86,8 @@ class ShardedTensor:
     """Dim that dp_shard cuts."""
     number_bytes: int
     trained: bool
-    optimizer_bytes: int
-    """For each number."""
+    optimizer_bytes: float
+    """For each number; of 8-bit moments with their part of a scale."""
     is_code: bool
     """Whether it is of codes and their scales."""
     as_it_is: bool
@@ -412,9 +411,6 @@ def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) ->
     The plan of a mesh. Raises ConfigError for a shape that the mesh cannot cut, by name, and for an optimizer whose
     state it cannot.
     """
-    if ask.optimizer.kind == "adamw8bit":
-        what = f'optimizer.kind="adamw8bit" does not work with a mesh: {SCALES_WHOLE}'
-        raise ConfigError(what, where="finetune.optimizer", hint='Set optimizer.kind="adamw".')
     check_offload(ask.offload, target, "finetune")
     plan = _planned(ask, target, link)
     if plan.fits:
@@ -480,7 +476,10 @@ def _tensor(
     has_codes = ask.lora is not None and ask.lora.frozen_dtype not in ("float32", "bfloat16")
     sort = 0 if where.kind in ("column", "row") and len(shape) == 2 else 1 if len(shape) == 2 else 2
     # adapters learn by Adam's two moments, which are those of a vector
-    kept = 8 if ask.lora is not None else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
+    in_8_bits = isinstance(ask.optimizer, AdamW8bit)
+    kept: float = 8 if ask.lora is not None and not in_8_bits else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
+    if isinstance(ask.optimizer, AdamW8bit) and sort < 2:
+        kept += 8 / ask.optimizer.block
     return ShardedTensor(
         name=name,
         shape=shape,
@@ -519,7 +518,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=BYTES * local_trained,
-        optimizer=sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained),
+        optimizer=round(sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained)),
         copies=unpacked * largest + rounded,
         activations=tokens * kept,
         logits=-(-logits // mesh.tp),
@@ -615,15 +614,17 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
     devices = min(HOST_DEVICES, ask.mesh.devices)
     largest = max(tensor.local_numbers for tensor in tensors) * BYTES
     trained = [tensor for tensor in tensors if tensor.trained]
+    decoded = ask.optimizer.kind == "adamw8bit"  # in a checkpoint, its moments are float32
+    saved = [(tensor, BYTES + round(8 if decoded else tensor.optimizer_bytes)) for tensor in trained]
     if ask.lora is not None:
-        copies = sum(tensor.numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
+        copies = sum(tensor.numbers * size for tensor, size in saved)
     else:
-        copies = devices * sum(tensor.local_numbers * (BYTES + tensor.optimizer_bytes) for tensor in trained)
+        copies = devices * sum(tensor.local_numbers * size for tensor, size in saved)
     saving, loading = copies + min(copies, FILE_BYTES), devices * largest
     if ask.offload == "host":
         parts = sum(pinned_bytes(tensor.local_bytes) for tensor in tensors)
         parts += sum(
-            pinned_bytes(BYTES * tensor.local_numbers) + tensor.optimizer_bytes * tensor.local_numbers
+            pinned_bytes(BYTES * tensor.local_numbers) + round(tensor.optimizer_bytes * tensor.local_numbers)
             for tensor in trained
         )
         return {"processes": devices * PROCESS_BYTES, "offloaded": devices * parts, "saving": max(saving, loading)}
