@@ -54,6 +54,8 @@ SHAPE = {
     "tie_embeddings": False,
 }
 VOCAB, STEPS, FEW, T = 97, 5, 3, 8
+UNEVEN = 7
+"""Tokens of a row that tp does not divide."""
 MESHES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
     8: ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)),
@@ -76,6 +78,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "norms that heads share": {"qk_norm": True},
     "pairs of heads": {"attention": "differential"},
+    "norms at both ends": {"norm_order": "both", "parallel_residual": False},
+    "uneven tokens": {"biases": "all"},
     "all biases": {"biases": "all", "norm": "layernorm", "mlp": "gelu", "position_embedding": "learned"},
 }
 COUNTED = ("", "ZeRO 1", "ZeRO 2")
@@ -137,11 +141,11 @@ def size(method: str, other: str, axes: tuple[int, int, int]) -> tuple[int, int]
     return (1 if small else 2), (2 if small and method != "full" else 4) * axes[0] * axes[1]
 
 
-def batch(rows: int) -> Batch:
+def batch(rows: int, tokens: int = T) -> Batch:
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, VOCAB, (rows, T + 1))
-    targets = np.where(rng.random((rows, T)) < 0.8, ids[:, 1:], IGNORE)
-    places = np.arange(T)[None].repeat(rows, 0)
+    ids = rng.integers(0, VOCAB, (rows, tokens + 1))
+    targets = np.where(rng.random((rows, tokens)) < 0.8, ids[:, 1:], IGNORE)
+    places = np.arange(tokens)[None].repeat(rows, 0)
     return Batch(ids[:, :-1], targets, places, np.zeros_like(places), np.arange(rows))
 
 
@@ -150,8 +154,9 @@ def learned(model: Transformer, other: str, rows: int, world: World) -> dict[str
     optimizer, steps = OPTIMIZERS.get(other, OPTIMIZERS["adamw"]), FEW if other else STEPS
     optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=steps)
     told: dict[str, Any] = {"losses": [], "norms": []}
+    given = batch(rows, UNEVEN if other == "uneven tokens" else T)
     for step in range(1, steps + 1):
-        told["losses"].append(accumulate_gradients(model, batch(rows), 2, on_cpu(), world=world).loss)
+        told["losses"].append(accumulate_gradients(model, given, 2, on_cpu(), world=world).loss)
         norm = gradient_norm(gradients(model))
         told["norms"].append(float(norm))
         norms.before_update(step)
@@ -180,6 +185,10 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "_c10d_functional.all_reduce" in name:
             group: Any = distributed_c10d
             self._reduced(args[0].nbytes, group._resolve_process_group(args[2]).size())
+        elif "_c10d_functional.all_gather_into_tensor" in name:
+            self.bytes["all-gather"] += args[0].nbytes * (args[1] - 1)
+        elif "_c10d_functional.reduce_scatter_tensor" in name:
+            self.bytes["reduce-scatter"] += args[0].nbytes * (args[2] - 1) / args[2]
         else:
             assert "allgather" not in name, name
             assert "reduce_scatter" not in name, name

@@ -45,8 +45,8 @@ class Block(nn.Module):
         self.mlp_post_norm = norm(config) if after else None
 
     def forward(
-        self, x: Float[Tensor, "B T D"], rope: Rotation | None, mask: AttentionMask, cache: Cache | None
-    ) -> Float[Tensor, "B T D"]:
+        self, x: Float[Tensor, "B _ D"], rope: Rotation | None, mask: AttentionMask, cache: Cache | None
+    ) -> Float[Tensor, "B _ D"]:
         attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rope, mask, cache)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)

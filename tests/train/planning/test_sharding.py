@@ -122,8 +122,12 @@ def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> Non
     by = {(one.collective, one.axis): one.num_bytes for one in small(adapters, rows=8, tp=2).traffic}
     a_of_columns = L * rank * (3 * D + 2 * D)  # whole on each device, as B of rows is
     b_of_rows = L * rank * 2 * D
-    stream = 8 * T * D * MATMUL_BYTES * (3 * 2 * L + 2 - 1)  # nothing in front of the first layer is trained
-    assert by == {("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows) + stream + 8 * T * 4 * 3}
+    stream, entered = 8 * T * D * MATMUL_BYTES, 3 * 2 * L  # by layers, in three passes
+    assert by == {
+        ("all-gather", "tp"): stream * (entered + 1) // 2,  # and after the last norm
+        ("reduce-scatter", "tp"): stream * entered // 2,  # nothing before the first layer is trained; the embedding
+        ("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows) + stream + 8 * T * 4 * 3,  # the head's
+    }
     assert small(adapters).traffic == []
     twice = small(adapters, rows=1, dp_shard=4).traffic
     assert [one.num_bytes for one in twice] == [

@@ -177,7 +177,12 @@ def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> i
 
 
 def activation_bytes_per_token(
-    model: ModelConfig, activation_checkpointing: Level = "none", width_bytes: int = 2, *, written_out: bool = True
+    model: ModelConfig,
+    activation_checkpointing: Level = "none",
+    width_bytes: int = 2,
+    *,
+    written_out: bool = True,
+    devices: int = 1,
 ) -> int:
     """
     Bytes a token kept for the backward pass, where numbers in matmuls have `width_bytes`; in each layer
@@ -189,14 +194,21 @@ def activation_bytes_per_token(
         full         x in float32
 
     and once, while a layer is computed again, what it keeps more at `none`. Around the layers: three widths. Attention
-    weights count where they may be `written_out`, which a GPU does not do.
+    weights count where they may be `written_out`, which a GPU does not do. Of the residual stream and its norms, each of
+    so many `devices` has some of the tokens.
     """
-    kept, again = activation_parts(model, activation_checkpointing, width_bytes, written_out=written_out)
-    return kept + again
+    level = activation_checkpointing
+    return sum(activation_parts(model, level, width_bytes, written_out=written_out, devices=devices))
 
 
 def activation_parts(
-    model: ModelConfig, activation_checkpointing: Level, width_bytes: int, *, written_out: bool, compiled: bool = False
+    model: ModelConfig,
+    activation_checkpointing: Level,
+    width_bytes: int,
+    *,
+    written_out: bool,
+    compiled: bool = False,
+    devices: int = 1,
 ) -> tuple[int, int]:
     """
     Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again.
@@ -206,6 +218,7 @@ def activation_parts(
     matmuls and the input of the last. Torch's min-cut partitioner saves this of GPT-2, plasma and Llama blocks.
     """
     D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
+    own = -(-D // devices)  # of the residual stream
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
     whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
     for number in range(model.num_layers):
@@ -215,18 +228,18 @@ def activation_parts(
         weights = b * model.num_heads * model.context_length if written_out else 4 * model.num_heads
         normed = 16 if written_out or (model.norm == "rmsnorm" and model.norm_affine) else 8
         special = 0 if written_out else _special_attention(model, attention, b)
-        layer = special + normed * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        layer = special + normed * own + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
         if compiled:
             layer += (4 + b - normed) * D - 4 * b * E - inner + (gates + 1) * b * M
         kept["none"] += layer
-        kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
-        kept["full"] += 4 * D
+        kept["selective"] += 4 * own + b * heads + 2 * b * D + gates * b * M
+        kept["full"] += 4 * own
         whole = max(whole, layer)
     # What is there once: a mask on a CPU, and on a GPU gradients of the layer at work.
     once = whole - kept[activation_checkpointing] // model.num_layers + 8 * E
     once += model.context_length if written_out else 8 * D
     again = 0 if activation_checkpointing == "none" else once
-    return kept[activation_checkpointing] + 8 * D + b * D + 4, again
+    return kept[activation_checkpointing] + 8 * own + b * D + 4, again
 
 
 def _special_attention(model: ModelConfig, attention: AttentionKind, width_bytes: int) -> int:

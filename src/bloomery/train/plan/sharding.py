@@ -503,7 +503,8 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     local_trained = sum(tensor.local_numbers for tensor in trained)
     tokens = rows * model.context_length
     own, level = computed_shape(model, mesh.tp), ask.activation_checkpointing
-    kept = activation_bytes_per_token(own, level, MATMUL_BYTES, written_out=False)
+    devices = mesh.tp if tokens_are_cut(ask) else 1
+    kept = activation_bytes_per_token(own, level, MATMUL_BYTES, written_out=False, devices=devices)
     largest = max(
         tensor.gathered_numbers(mesh) * (2 if tensor.is_code and _is_packed(lora) else 1)
         for tensor in tensors
@@ -533,8 +534,13 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     return replace(estimate, weights=0, gradients=0, optimizer=0, update=update, gathered=gathered)
 
 
+def tokens_are_cut(ask: ShardingRequest) -> bool:
+    """Whether each device of tp has some of the tokens between the matmuls: see train/mesh.py."""
+    return ask.mesh.tp > 1 and ask.model.context_length % ask.mesh.tp == 0
+
+
 def computed_shape(model: ModelConfig, tp: int) -> ModelConfig:
-    """The shape of what a device of tp computes: some of the heads and of the inner width, of all tokens."""
+    """The shape of what a device of tp computes of all tokens: some of the heads and of the inner width."""
     cut = {name: getattr(model, name) // tp for name in ("num_heads", "num_kv_heads", "intermediate_size")}
     return model.model_copy(update={"head_dim": model.head_size, **cut})
 
@@ -641,7 +647,7 @@ def _passes(ask: ShardingRequest, unit: str) -> int:
 def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: int) -> list[Traffic]:
     """What each device receives in a step, by collective and axis."""
     mesh, model = ask.mesh, ask.model
-    micro_batches = -(-ask.rows_per_device // rows)
+    micro_batches, cut = -(-ask.rows_per_device // rows), tokens_are_cut(ask)
     reached: dict[tuple[str, str], float] = {}
 
     def add(collective: str, axis: str, num_bytes: float, count: int, *, once: bool = False) -> None:
@@ -659,13 +665,19 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
         if tensor.trained:
             add("reduce-scatter", "dp_shard", BYTES * tensor.gathered_numbers(mesh), mesh.dp_shard, once=once)
             add("all-reduce", "dp_replicate", BYTES * tensor.local_numbers, mesh.dp_replicate, once=once)
-            if tensor.tp is None and (tensor.kind != "sequence" or tensor.name.endswith(("out.bias", "down.bias"))):
-                whole = BYTES * tensor.gathered_numbers(mesh)
-                add("all-reduce", "tp", whole, mesh.tp, once=once)  # of norms, all have the same
+            bias = tensor.name.endswith(("out.bias", "down.bias"))
+            if tensor.tp is None and (cut or tensor.kind != "sequence" or bias):  # else all have the same
+                add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp, once=once)
     stream = rows * model.context_length * model.hidden_size * ask.matmul_bytes
     passes = 2 + (ask.activation_checkpointing == "full")
-    frozen = ask.lora is not None  # nothing in front of the first layer has a gradient
-    add("all-reduce", "tp", stream * (2 * passes * model.num_layers + 2 - frozen), mesh.tp)  # and embedding, head
+    trained = ask.lora is None  # if not, nothing in front of the first layer has a gradient
+    layers = 2 * passes * model.num_layers
+    if cut:
+        add("all-gather", "tp", stream * (layers + trained + 1), mesh.tp)  # and of the embedding, and after the norm
+        add("reduce-scatter", "tp", stream * (layers - (not trained) + 1), mesh.tp)
+        add("all-reduce", "tp", stream, mesh.tp)  # of the head
+    else:
+        add("all-reduce", "tp", stream * (layers + 1 + trained), mesh.tp)
     add("all-reduce", "tp", rows * model.context_length * BYTES * (mesh.tp + 1), mesh.tp)  # of logits, for the loss
     for tensor in tensors:
         if tensor.kind == "row" and tensor.name.endswith(".magnitude"):  # lengths of whole rows of DoRA
