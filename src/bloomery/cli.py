@@ -461,10 +461,10 @@ def launch(options: argparse.Namespace) -> int:
     from bloomery.core import config
     from bloomery.hw import hosts
     from bloomery.recipe import Recipe
+    from bloomery.stages.plan import check_ranks
 
-    name = config.load(Recipe, options.recipe, options.settings).name
-    words = ["run", str(options.recipe), *options.settings]
-    print(hosts.script(options.on, words, options.runs, name, vars(options)), end="")
+    check_ranks(recipe := config.load(Recipe, options.recipe, options.settings), options.machines * options.ranks)
+    print(hosts.script(recipe.name, vars(options)), end="")
     return 0
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw import distributed, launcher
-from bloomery.hw.distributed import World
+from bloomery.hw.distributed import RankLostError, World
 from bloomery.train import launch
 
 import torch
@@ -114,6 +114,25 @@ def test_ranks_may_each_see_another_gpu_as_their_only_one_but_not_the_same(
             distributed.check_devices(world, torch.device("cuda", 0))
     else:
         distributed.check_devices(world, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "collective"),
+    [
+        ("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5", "all-gather"),
+        ("NCCL error in: nccl.cpp:1, unhandled system error", "all-gather"),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_a_broken_exchange_of_torch_is_a_lost_rank_by_the_name_of_its_collective(
+    text: str, collective: str | None
+) -> None:
+    def foreach_all_gather() -> None:
+        raise RuntimeError(text)
+
+    kind, told = (RuntimeError, text) if collective is None else (RankLostError, f"in {collective}|{collective}: ")
+    with pytest.raises(kind, match=told.replace("(", r"\(")), distributed.exchanging("weights"):
+        foreach_all_gather()
 
 
 def test_the_exchange_between_gpus_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

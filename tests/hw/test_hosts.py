@@ -169,6 +169,25 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "", "--on", "skypilot"], "--gpu: it is empty"),
+        (
+            ["--on", "slurm", "pretrain.mesh={dp_shard=2}"],
+            "the mesh dp_replicate 1 x dp_shard 2 x tp 1 needs 2 process",
+        ),
+    ],
+)
+def test_a_script_that_no_job_could_run_is_not_printed(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", str(ROOT / "recipes" / "demo.toml"), *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "has 0 hosts"),
@@ -177,6 +196,7 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
         ("-oProxyCommand=x", ":1: '-oProxyCommand=x' is not a host"),
         ("a; rm -r x", "is not a host"),
         ("a b", "is not a host"),
+        ("#" + "x" * 2**16 + "\ngpu1 slots=8", "more than 65,536 characters"),
         ("a slots=1000\nb slots=25", "2 hosts and 1025 ranks; the limits are 256 and 1024"),
     ],
 )

@@ -120,7 +120,10 @@ NVIDIA = {"proc/driver/nvidia/version": "580"}
         ),
         (
             {"dev/kfd": ""},
-            {"rocm-smi": "WARNING: AMD GPU device(s) is/are in a low-power state\n" + json.dumps(ROCM_SMI)},
+            {
+                "rocm-smi": "WARNING: AMD GPU device(s) is/are in a low-power state\n"
+                "ERROR: GPU[0]\t: sensor: Not supported\n" + json.dumps(ROCM_SMI) + "\nsee the log\n"
+            },
             {
                 "amd0": {"use": 0.12, "memory_bytes": 7028736, "power_watts": 41, "temperature_celsius": 38},
                 "amd1": {"power_watts": 200.5, "temperature_celsius": 50},
@@ -128,7 +131,7 @@ NVIDIA = {"proc/driver/nvidia/version": "580"}
         ),
         (
             NVIDIA,
-            {"nvidia-smi": NVIDIA_SMI},
+            {"nvidia-smi": NVIDIA_SMI + "\nUnable to determine the device handle for GPU2: Unknown Error\n"},
             {
                 "nvidia0": {
                     "use": 0.99,

@@ -20,7 +20,8 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import collectives, compile, fsdp, launch, optim
-from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Mesh, Muon, Optimizer
+from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
@@ -82,7 +83,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "uneven tokens": {"biases": "all"},
     "all biases": {"biases": "all", "norm": "layernorm", "mlp": "gelu", "position_embedding": "learned"},
 }
-COUNTED = ("", "ZeRO 1", "ZeRO 2")
+LEVELS: dict[str, Level] = {"recomputed": "full", "partly recomputed": "selective"}
+OTHERS |= {name: {} for name in LEVELS}
+COUNTED = ("", "ZeRO 1", "ZeRO 2", *LEVELS)
 """Of these cases, received bytes are compared with those of the plan."""
 STAGES = {"ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 1, tied": 1, "ZeRO 2, tied": 2}
 OTHERS |= {name: {"tie_embeddings": name.endswith("tied")} for name in STAGES}
@@ -104,10 +107,12 @@ def cases(ranks: int) -> list[Case]:
     if ranks == 8:
         return three
     more: list[Case] = [
-        ("full", other, axes) for other in OTHERS if other not in STAGES for axes in ((1, 2, 2), (1, 1, 4))
+        ("full", other, axes) for other in OTHERS if other not in (*STAGES, *LEVELS) for axes in ((1, 2, 2), (1, 1, 4))
     ]
     more += [("full", optimizer, (1, 2, 2)) for optimizer in ("muon", "lion", "ademamix", "adamw8bit")]
     more += [("full", "adamw8bit", (1, 4, 1)), ("NF4", "adamw8bit", (2, 2, 1))]
+    more += [(method, "recomputed", (1, 2, 2)) for method in ("full", "NF4", "DoRA, NF4")]
+    more += [("full", "partly recomputed", (1, 1, 4)), ("LoRA", "partly recomputed", (1, 2, 2))]
     adapted: list[Case] = [(method, "", (1, 2, 2)) for method in METHODS if method not in THREE]
     one: list[Case] = [("DoRA, NF4", "all biases", (1, 2, 2)), ("LoRA", "tied", (2, 2, 1)), ("full", "tied", (1, 4, 1))]
     stages: list[Case] = [("full", other, axes) for other in STAGES for axes in ((2, 2, 1), (1, 2, 2))]
@@ -129,6 +134,7 @@ def made(method: str, other: str, layers: int) -> Transformer:
             for name, weight in lora.weights(model).items():
                 if name.endswith("lora_b"):  # at 0, A would learn nothing in the first step
                     weight.copy_(torch.empty(weight.shape).normal_(0, 0.02, generator=generator))
+    checkpoint_activations(model, LEVELS.get(other, "none"))
     return model
 
 
@@ -208,12 +214,17 @@ def received(model: Transformer, rows: int, world: World) -> dict[str, float]:
     return counted
 
 
-def planned(method: str, layers: int, rows: int, mesh: Mesh) -> dict[str, float]:
+def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh) -> dict[str, float]:
     """What the plan says of it."""
     model = ModelConfig(**SHAPE | {"num_layers": layers, "context_length": T})
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "optimizer": AdamW(), "rows_per_step": rows, "rows": 2}
     ask = ShardingRequest(
-        model=model, mesh=mesh, lora=METHODS[method], activation_checkpointing="none", matmul_bytes=4, **sizes
+        model=model,
+        mesh=mesh,
+        lora=METHODS[method],
+        activation_checkpointing=LEVELS.get(other, "none"),
+        matmul_bytes=4,
+        **sizes,
     )
     by_collective = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
     for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:
@@ -253,7 +264,7 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
         for name, allowed in (("losses", 2e-6), ("norms", 2e-6), ("changes", 1e-5)):
             assert told[name] == pytest.approx(expected[name], rel=allowed), (method, other, axes, name)
         if other in COUNTED:
-            bytes_of_plan = planned(method, layers, rows, of_axes(axes, other))
+            bytes_of_plan = planned(method, other, layers, rows, of_axes(axes, other))
             assert told["received"] == pytest.approx(bytes_of_plan, rel=0.02, abs=100), (method, other, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * held  # tp does not cut norms and some adapters
 

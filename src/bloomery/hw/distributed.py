@@ -16,6 +16,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ LAST_READ = timedelta(seconds=10)
 LIFE, LIFE_SECONDS = "BLOOMERY_RANK_SECONDS", 120
 """A variable of the environment, and its default: after so many seconds without a sign of life, a rank is lost."""
 SECONDS_BETWEEN_SIGNS = 2.0
+SILENT = "did not respond for"
+"""What the error says of a rank that gives no signs of life."""
 RESUMES = "Check its machine and network. The same command resumes, also with only the ranks that are left."
 
 
@@ -434,10 +437,10 @@ class LifeWatch:
         for thread in self._threads:
             thread.join(3 * SECONDS_BETWEEN_SIGNS)
 
-    def enter(self, collective: str) -> None:
-        """Remember where this rank is: "" within no collective."""
+    def enter(self, collective: str, *, again: bool = False) -> None:
+        """Remember where this rank is: "" within no collective, or `again` within one that it has not left."""
         if threading.current_thread() is threading.main_thread():
-            self.collective, self._count = collective, self._count + bool(collective)
+            self.collective, self._count = collective, self._count + (bool(collective) and not again)
             self._resting = False
 
     def rest(self) -> None:
@@ -501,7 +504,7 @@ class LifeWatch:
             judged = (rank == 0) != self._world.is_first
             if judged and self._seen[rank][1] > patience:
                 seconds = round(patience * SECONDS_BETWEEN_SIGNS)
-                what = f"{self._named(rank)} did not respond for {seconds} s"
+                what = f"{self._named(rank)} {SILENT} {seconds} s"
                 if self._world.is_first:
                     self.verdict = what
                     self._store.set("lost", what)
@@ -558,14 +561,52 @@ def _bytes(value: Any) -> Tensor:
 @contextmanager
 def _together(what: str) -> Iterator[None]:
     """Report a broken connection (RuntimeError and its kin in torch) as its cause: another rank is gone."""
+    around = next((watch.collective for watch in _watches), "")
     for watch in _watches:
         watch.enter(what)
     try:
         yield
     except (RuntimeError, KeyError) as error:
         _lost(what, error)
+    for watch in _watches:  # one that began within stands in "start"
+        watch.enter(around, again=True)
+
+
+@contextmanager
+def exchanging(what: str = "") -> Iterator[None]:
+    """
+    Within the block, torch exchanges parts of a model by itself: `what`, in one word, or now and then. Report a broken
+    connection as its cause, by the name of the collective, and let every other error pass.
+    """
+    for watch in _watches:
+        watch.enter(what)
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(sign in str(error) for sign in BROKEN):
+            _lost(_collective(error) or what or "exchange", error)
+        raise
     for watch in _watches:
         watch.enter("")
+
+
+BROKEN = ("/gloo/transport/", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+"""What texts of a RuntimeError say of a connection."""
+COLLECTIVES = {
+    "all-gather": ("all_gather", "unshard", "_to_replicate"),
+    "reduce-scatter": ("reduce_scatter", "foreach_reduce", "_reduce_shard"),
+    "all-reduce": ("all_reduce", "_reduce_value"),
+}
+"""Names -> what functions of torch that run them are called."""
+
+
+def _collective(error: BaseException) -> str:
+    """That which an error comes from, by the innermost function that tells; "" for none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for name, signs in COLLECTIVES.items():
+            if any(sign in frame.name for sign in signs):
+                return name
+    return ""
 
 
 def _lost(what: str, error: BaseException) -> NoReturn:

@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import child
-from bloomery.core.errors import DataError, RunError, shorten
+from bloomery.core.errors import ConfigError, DataError, RunError, shorten
 from bloomery.core.signals import TERMINATED, Terminated, on_signals
 from bloomery.hw import launcher
 
 if sys.platform == "linux":
     import fcntl
 
-MAX_HOSTS, MAX_RANKS, MAX_FILE_BYTES = 256, 1024, 2**16
+MAX_HOSTS, MAX_RANKS, MAX_FILE_CHARACTERS = 256, 1024, 2**16
 HOST = re.compile(r"(?:[\w.-]+@)?([A-Za-z0-9][\w.:-]*)(?:\s+slots=([0-9]{1,4}))?")
 PYTHON = (sys.executable, "-m", "bloomery.cli")
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
@@ -66,13 +66,16 @@ def read_hosts(path: Path) -> list[HostLine]:
     """The hosts of a file. Raises DataError, which names the line, for what is no host, twice there, or too many."""
     try:
         with path.open(encoding="utf-8") as file:
-            lines = file.read(MAX_FILE_BYTES).splitlines()
+            text = file.read(MAX_FILE_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot be read: {error}", where=str(path), hint="Use a text file that lists the hosts."
         ) from None
+    if len(text) > MAX_FILE_CHARACTERS:
+        what = f"more than {MAX_FILE_CHARACTERS:,} characters"
+        raise DataError(what, where=str(path), hint="Remove comments, or split the machines into two runs.")
     hosts = list[HostLine]()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()
         if not words:
             continue
@@ -295,13 +298,17 @@ SIOCGIFADDR = 0x8915
 # --- scripts for other programs ------------------------------------------------------------------------------------
 
 
-def script(program: str, words: Sequence[str], runs: Path, name: str, options: Mapping[str, Any]) -> str:
+def script(name: str, options: Mapping[str, Any]) -> str:
     """
-    What `sbatch` or `sky launch` takes to start `bloomery WORDS --runs RUNS` with `ranks` ranks on each of `machines`.
-    The options have these numbers, `hours` for Slurm, and `gpu`, the GPU of each rank ("none" for none).
+    What `sbatch` or `sky launch` takes to start a run of this name with `ranks` ranks on each of `machines`. The
+    options are those of `bloomery launch`: these numbers, `on`, `recipe`, `settings`, `runs`, `hours` for Slurm, and
+    `gpu`, the GPU of each rank ("none" for none). Raises ConfigError for a GPU without a name.
     """
-    machines, ranks, gpu = options["machines"], options["ranks"], options["gpu"]
-    if program == "slurm":
+    machines, ranks, gpu, runs = options["machines"], options["ranks"], options["gpu"], options["runs"]
+    words = ["run", str(options["recipe"]), *options["settings"]]
+    if not gpu.strip():
+        raise ConfigError("it is empty", where="--gpu", hint="Name a GPU, such as H100, or set --gpu none.")
+    if options["on"] == "slurm":
         command = shlex.join([*PYTHON, *words, "--runs", str(runs)])
         return _slurm_script(command, name, machines, ranks, options["hours"], gpus=gpu != "none")
     command = shlex.join([*words, "--runs", str(runs if runs.is_absolute() else Path("/shared") / runs)])

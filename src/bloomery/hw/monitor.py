@@ -232,11 +232,12 @@ def _answer(host: Host, command: Sequence[str]) -> str:
 
 
 def _json(host: Host, command: Sequence[str]) -> Any:
+    """The first JSON at the start of a line: tools may print warnings before and after it."""
     text = _answer(host, command)
-    try:
-        return json.loads(text[max(0, min((text.find(mark) for mark in "[{" if mark in text), default=0)) :])
-    except (ValueError, RecursionError):
-        raise _UnreadableError(f"{command[0]} answered {shorten(text.strip(), 60)!r}, which is not JSON") from None
+    for start in re.finditer(r"^\s*[\[{]", text, re.MULTILINE):
+        with suppress(ValueError, RecursionError):
+            return json.JSONDecoder().raw_decode(text, start.end() - 1)[0]
+    raise _UnreadableError(f"{command[0]} answered {shorten(text.strip(), 60)!r}, which is not JSON")
 
 
 def _amd_smi(host: Host) -> dict[str, Reading]:
@@ -287,8 +288,9 @@ def _rocm_smi_card(row: Mapping[str, Any]) -> Reading:
 def _nvidia_smi(host: Host) -> dict[str, Reading]:
     fields = "index,utilization.gpu,memory.used,power.draw,temperature.gpu"
     text = _answer(host, ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    if not rows or any(len(row) != 5 or not row[0].isdecimal() for row in rows):
+    cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in cells if len(row) == 5 and row[0].isdecimal()]  # a GPU that fails has a line of its own
+    if not rows:
         raise _UnreadableError(f"nvidia-smi answered {shorten(text.strip(), 60)!r}, which is not a table of GPUs")
     names, factors = tuple(RANGES), (0.01, 2**20, 1, 1)
     return {

@@ -155,6 +155,8 @@ CATALOG = (
 """`source` is that of the rates; half of the bandwidths are remembered, and stand in no table that was read."""
 
 
+HOST_LINK = 50e9
+"""Bytes per second from other hosts to a device: those of a 400 Gbit/s adapter for each, as in hosts of eight GPUs."""
 LORA_MFU = 0.178
 """
 Share of the spec sheet's FLOP/s that NVIDIA's AutoModel publishes for LoRA of Llama 3.1 70B, at 4 FLOP for each

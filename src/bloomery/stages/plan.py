@@ -520,6 +520,13 @@ def _stage_lines(summary: Mapping[str, Any]) -> list[str]:
 ARITHMETIC = "This plan is arithmetic alone: it used no device."
 
 
+def check_ranks(recipe: Any, ranks: int) -> None:
+    """Raises ConfigError for a recipe whose stages do not train on so many ranks."""
+    for stage in (recipe.pretrain, recipe.finetune, recipe.prefer):
+        if stage is not None:
+            memory.check_shard(stage, ranks, adapters=getattr(stage, "lora", None) is not None)
+
+
 def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
     """
     Of a recipe whose finetune.mesh names a preset; None for any other. `html` is a file for its page. Raises
@@ -527,17 +534,36 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
     written.
     """
     config = recipe.finetune
+    if html is not None and html.is_dir():
+        raise ConfigError(f"{html} is a folder", where="--html", hint="Name a file, such as sharding.html.")
     if config is None or config.mesh is None or config.mesh.preset is None:
         if html is not None:
             what, hint = "it shows the preset of finetune.mesh, but the recipe has none", "Remove --html."
             raise ConfigError(what, where="--html", hint=hint)
         return None
+    if recipe.pretrain is not None:
+        what = "it plans a model that is downloaded, but this recipe pretrains its own"
+        raise ConfigError(what, where="finetune.mesh.preset", hint="Remove finetune.mesh.preset.")
     ask = asked(config, recipe.instruct.sequence_length)
     target, link = wish.of_mesh(config.mesh)
     plan = sharded(ask, target, link)
     if html is not None:
         write_mesh_page(plan, html)
     return plan
+
+
+def _tensor_lines(plan: ShardingPlan) -> list[str]:
+    """Each tensor: its shape, what cuts it, and the bytes of a device. Blocks that are alike stand together."""
+    lines = ["tensors: shape, axes that cut it, bytes on a device"]
+    for units, tensors in plan.units():
+        count = f", and {len(units) - 1:,} more blocks like it" if len(units) > 1 else ""
+        lines.append(f"  {units[0]}{count}")
+        for tensor in tensors:
+            axes = [axis for axis, dim in (("tp", tensor.tp), ("dp_shard", tensor.dp_shard)) if dim is not None]
+            name = tensor.name.removeprefix(f"{units[0]}.")
+            cut = " and ".join(axes) or "none"
+            lines.append(f"    {name:<27}{_sizes(tensor.shape):>17}  {cut:<15}{charts.size(tensor.local_bytes):>12}")
+    return lines
 
 
 def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
@@ -548,16 +574,20 @@ def mesh_facts(recipe: str, plan: ShardingPlan) -> dict[str, Any]:
 def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = None) -> list[str]:
     """As text of 80 columns. `words` are those of the command; the last line is the next command."""
     peak, usable = plan.memory.peak / GIB, plan.target.usable_bytes / GIB
-    change = None
+    changes = list[str]()
     if plan.fits:
         verdict = f"It fits by arithmetic: {peak:,.1f} of {usable:,.1f} GiB on each device."
     else:
         verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, but {usable:,.1f} GiB are usable."
-        change = fix(plan)
-    text = [*plan.lines(), "", verdict, ARITHMETIC]
-    if change is not None:
-        name = change.partition("=")[0]
-        text.append(f"Next: {shlex.join([*(word for word in words if not word.startswith(f'{name}=')), change])}")
+        changes = fix(plan)
+    text = [*plan.lines(), "", *_tensor_lines(plan), "", verdict]
+    if plan.ask.num_processes not in (1, plan.ask.mesh.devices):  # with 1, a launcher may start them
+        processes = f"finetune.num_processes={plan.ask.mesh.devices}"
+        text.append(f"To run it, also set {processes}: the recipe has {plan.ask.num_processes}.")
+    text.append(ARITHMETIC)
+    if changes:
+        names = tuple(f"{change.partition('=')[0]}=" for change in changes)
+        text.append(f"Next: {shlex.join([*(word for word in words if not word.startswith(names)), *changes])}")
     elif html is None:
         text.append(f"Next: {shlex.join([*words, '--html', 'sharding.html'])}")
     return [wrapped(line, "" if line in (verdict, ARITHMETIC) else "    ") for line in text]

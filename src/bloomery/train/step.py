@@ -13,7 +13,7 @@ losses over a global batch, and a divisor.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -24,7 +24,7 @@ from bloomery.core.log import counted, info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
-from bloomery.hw.distributed import World
+from bloomery.hw.distributed import World, exchanging
 from bloomery.model.attention import segment_bounds
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
@@ -407,7 +407,9 @@ class Trainer:
         batch = next(self.batches)
         lr = self.optimizers.set_share(self.learning_rate_share(state.step + 1))
         self.timer.enter("forward_backward")
-        grads = self._forward_backward(batch)
+        exchanges = exchanging("weights-and-gradients") if collectives.is_sharded(self.model) else nullcontext()
+        with exchanges:
+            grads = self._forward_backward(batch)
         self.timer.enter("optimizer")
         state.advance(len(batch.ids), grads.loss, self.precision.state())
         state.metrics = {"learning_rate": lr, "tokens": grads.num_tokens}

@@ -9,7 +9,7 @@ given, after a step, and at no other time.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -359,29 +359,29 @@ class TrainingRun:
             )
             source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed, early=self.early)
             with closing(source):
+                trainer = Trainer(
+                    model=self.model,
+                    optimizers=optimizers,
+                    batches=source,
+                    state=state,
+                    steps=self.config.steps,
+                    micro_batch=rows_at_once(self.config, self.samples.length),
+                    learning_rate_share=lambda step: learning_rate_share(self.config.schedule, step, self.config.steps),
+                    max_grad_norm=self.config.max_grad_norm,
+                    world=self.world,
+                    precision=precision,
+                    loss_function=self.minimized,
+                    guard=self._guard(recorder),
+                    roll_back=roll_back,
+                    hooks=hooks,
+                    norms=recorder.norms,
+                    timer=recorder.timer,
+                    stop=self._stop,
+                    ends_early=self._ends_early,
+                )
                 try:
-                    Trainer(
-                        model=self.model,
-                        optimizers=optimizers,
-                        batches=source,
-                        state=state,
-                        steps=self.config.steps,
-                        micro_batch=rows_at_once(self.config, self.samples.length),
-                        learning_rate_share=lambda step: learning_rate_share(
-                            self.config.schedule, step, self.config.steps
-                        ),
-                        max_grad_norm=self.config.max_grad_norm,
-                        world=self.world,
-                        precision=precision,
-                        loss_function=self.minimized,
-                        guard=self._guard(recorder),
-                        roll_back=roll_back,
-                        hooks=hooks,
-                        norms=recorder.norms,
-                        timer=recorder.timer,
-                        stop=self._stop,
-                        ends_early=self._ends_early,
-                    ).train()
+                    with distributed.exchanging() if self._sharded else nullcontext():
+                        trainer.train()
                 except Terminated:
                     self._save(recorder, state)
                     self._checkpoints.wait()

@@ -12,7 +12,7 @@ import pytest
 from bloomery import api, cli
 from bloomery.core.config import Config
 from bloomery.core.errors import ConfigError
-from bloomery.hw.specs import named
+from bloomery.hw.specs import HOST_LINK, named
 from bloomery.model import lora
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
 from bloomery.model.quantize import kept_bytes
@@ -84,7 +84,7 @@ def test_a_lower_stage_of_zero_receives_less_and_holds_more_by_what_it_no_longer
     assert received[0] < received[1] < received[2]
     held = [plan.memory.gathered for plan in plans]
     assert held[0] > held[1] > held[2]
-    whole = sum(tensor.gathered_bytes(plans[0].ask.mesh) for tensor in plans[0].tensors)
+    whole = sum(tensor.gathered_bytes(plans[0].ask.mesh, MATMUL_BYTES) for tensor in plans[0].tensors)
     assert held[0] == whole + 4 * sum(tensor.numbers for tensor in plans[0].tensors if tensor.trained)
     by = [{(one.collective, one.axis): one.num_bytes for one in plan.traffic} for plan in plans]
     assert by[0]["all-gather", "dp_shard"] == by[1]["all-gather", "dp_shard"] == whole // 2
@@ -125,7 +125,7 @@ def test_a_device_receives_the_bytes_of_the_formulas_of_its_collectives() -> Non
     stream, entered = 8 * T * D * MATMUL_BYTES, 3 * 2 * L  # by layers, in three passes
     assert by == {
         ("all-gather", "tp"): stream * (entered + 1) // 2,  # and after the last norm
-        ("reduce-scatter", "tp"): stream * entered // 2,  # nothing before the first layer is trained; the embedding
+        ("reduce-scatter", "tp"): stream * (entered - L) // 2,  # a block is computed again without its last sum
         ("all-reduce", "tp"): 4 * (a_of_columns + b_of_rows) + stream + 8 * T * 4 * 3,  # the head's
     }
     assert small(adapters).traffic == []
@@ -227,7 +227,7 @@ def test_a_mesh_goes_to_the_host_where_nothing_else_fits_and_is_told_so() -> Non
     assert not sharded(replace(ask, offload="auto"), replace(target, host_bytes=64 * 2**30)).fits
     seventy = request(ModelConfig(preset="llama-3.1-70b", context_length=512), mesh, Lora(base_dtype="nf4"))
     told = [fix(sharded(replace(seventy, can_offload=can), card("rtx-4080", 4))) for can in (True, False)]
-    assert told == ["finetune.offload=host", None]
+    assert told == [["finetune.offload=host"], []]
     roomy = sharded(replace(ask, offload="auto"), card("mi300x", 4))
     assert roomy.fits
     assert not roomy.offloads
@@ -282,14 +282,44 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_fits(capsys: pytest.C
         (["finetune.mesh.tp=8", "finetune.mesh.dp_shard=1", "finetune.sample_every=5"], "sample_every does not work"),
         (["finetune.parallelism=fsdp"], "both say how ranks share the model"),
         (["finetune.offload=host", "finetune.sample_every=5"], "for each token, all weights would come from the host"),
+        (["finetune.mesh.tp=2", "finetune.mesh.dp_shard=4", "finetune.lora.dropout=0.1"], "lora.dropout does not work"),
     ],
 )
-def test_a_run_refuses_what_a_mesh_does_not_train_before_it_reads_anything(
+def test_a_run_refuses_what_a_mesh_does_not_train_before_it_reads_anything_and_a_plan_does_not_plan_it(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", str(RECIPE), "--runs", str(tmp_path), *words]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    if "num_processes" in words[0]:  # a plan may be of another mesh, and tells what a run needs
+        assert "To run it, also set finetune.num_processes=8: the recipe has 4." in planned(capsys, *words)
+    else:
+        assert cli.main(["plan", str(RECIPE), *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_plan_lists_every_tensor_with_its_shape_what_cuts_it_and_its_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, facts = planned(capsys), json.loads(planned(capsys, "--json"))["finetune"]
+    listed = out.partition("tensors: shape, axes that cut it, bytes on a device\n")[2].partition("\n\n")[0]
+    assert "  blocks.0, and 125 more blocks like it\n" in listed
+    names = {line.split()[0] for line in listed.splitlines() if line.startswith("    ")}
+    wanted = {one["name"].removeprefix(f"{unit['unit']}.") for unit in facts["units"] for one in unit["tensors"]}
+    assert names == wanted
+
+
+def test_other_hosts_are_reached_at_the_rate_of_their_adapters_and_float32_at_its_own() -> None:
+    request = of_preset("llama-3.1-405b", "mi300x", "bfloat16", dp_shard=16).ask
+    link = 448e9
+    for mesh, rate in ((Mesh(preset="llama-3.1-405b", dp_shard=8), link), (request.mesh, HOST_LINK)):
+        plan = sharded(replace(request, mesh=mesh), card("mi300x", mesh.devices), link)
+        assert plan.link_seconds == pytest.approx(sum(one.num_bytes for one in plan.traffic) / rate)
+    exact = sharded(replace(request, matmul_bytes=4), card("mi300x", 16), link)
+    halved = sharded(request, card("mi300x", 16), link)
+    assert exact.compute_seconds is not None
+    assert halved.compute_seconds is not None
+    assert exact.compute_seconds > 4 * halved.compute_seconds
 
 
 class Trained(Training):

@@ -194,8 +194,8 @@ def activation_bytes_per_token(
         full         x in float32
 
     and once, while a layer is computed again, what it keeps more at `none`. Around the layers: three widths. Attention
-    weights count where they may be `written_out`, which a GPU does not do. Of the residual stream and its norms, each of
-    so many `devices` has some of the tokens.
+    weights count where they may be `written_out`, which a GPU does not do. Each of so many `devices` has
+    some of the tokens of the residual stream and its norms.
     """
     level = activation_checkpointing
     return sum(activation_parts(model, level, width_bytes, written_out=written_out, devices=devices))
@@ -228,7 +228,9 @@ def activation_parts(
         weights = b * model.num_heads * model.context_length if written_out else 4 * model.num_heads
         normed = 16 if written_out or (model.norm == "rmsnorm" and model.norm_affine) else 8
         special = 0 if written_out else _special_attention(model, attention, b)
-        layer = special + normed * own + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        layer = (
+            special + normed * own + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        )
         if compiled:
             layer += (4 + b - normed) * D - 4 * b * E - inner + (gates + 1) * b * M
         kept["none"] += layer

@@ -292,12 +292,17 @@ def fix(plan: PlanReport) -> str:
             return text
         needed = sum(host_needs(candidate.what, candidate.way, plan.target, candidate.peak_bytes).values())
         count = plan.devices_needed
-        more = "" if count is None else f' Or use {count} such devices with {plan.ask.stage}.parallelism="fsdp".'
+        more = "" if count is None else f" Or use {count} such devices with {_shared(plan.ask, count)}."
         return f"{text}, and {_size(needed)} of the computer's own memory. {bus(plan.ask, candidate)}{more}"
     context, count = context_that_fits(plan), plan.devices_needed
     smaller = "a smaller model" if context is None else f"a context of {context:,} tokens (estimated)"
-    more = "" if count is None else f', or {count} such devices with {plan.ask.stage}.parallelism="fsdp"'
+    more = "" if count is None else f", or {count} such devices with {_shared(plan.ask, count)}"
     return f"no other setting makes it fit; use {smaller}{more}"
+
+
+def _shared(ask: PlanRequest, devices: int) -> str:
+    """The setting with which so many devices share a model."""
+    return f"{ask.stage}.mesh.dp_shard={devices}" if ask.way.shards else f'{ask.stage}.parallelism="fsdp"'
 
 
 def context_that_fits(plan: PlanReport) -> int | None:

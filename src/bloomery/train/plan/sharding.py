@@ -29,7 +29,7 @@ from typing import Any, Literal
 from bloomery.core.errors import ConfigError
 from bloomery.core.log import counted
 from bloomery.core.pipeline import resolve
-from bloomery.hw.specs import GIB, LORA_MFU
+from bloomery.hw.specs import GIB, HOST_LINK, LORA_MFU
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost, matrices, targets
 from bloomery.train.config import AdamW8bit, Finetune, Level, Mesh, Optimizer
 from bloomery.train.plan import memory
@@ -46,6 +46,7 @@ from bloomery.train.plan.memory import (
     USUAL_TOKENS,
     Machine,
     MemoryEstimate,
+    NumberType,
     activation_bytes_per_token,
     check_offload,
     pinned_bytes,
@@ -109,7 +110,7 @@ class ShardedTensor:
         """Of the part that a device of tp computes with."""
         return self.local_numbers * (mesh.dp_shard if self.dp_shard is not None else 1)
 
-    def gathered_bytes(self, mesh: Mesh, matmul_bytes: int = MATMUL_BYTES) -> int:
+    def gathered_bytes(self, mesh: Mesh, matmul_bytes: int) -> int:
         width = self.number_bytes if self.as_it_is else min(self.number_bytes, matmul_bytes)
         return self.gathered_numbers(mesh) * width
 
@@ -136,6 +137,13 @@ class ShardingRequest:
     """Whether parts, gradients and optimizer stay on the host; `auto`: where nothing else fits."""
     can_offload: bool = True
     """Whether a run would accept that."""
+    num_processes: int = 1
+    """That a run starts by itself."""
+
+    @property
+    def precision(self) -> NumberType:
+        """Of matmuls."""
+        return "float32" if self.matmul_bytes == BYTES else "bfloat16"
 
     @property
     def rows_per_device(self) -> int:
@@ -188,15 +196,27 @@ class ShardingPlan:
     @property
     def compute_seconds(self) -> float | None:
         """Of a step, at LORA_MFU of the spec sheet; waiting for the longest device included."""
-        if (peak := self.target.peak("bfloat16")) is None:
+        if (peak := self.target.peak(self.ask.precision)) is None:
             return None
         tokens = self.micro_batches * self.rows * self.ask.model.context_length  # of each dp_shard part
         return tokens * self.flops_per_token / self.ask.mesh.tp / (LORA_MFU * peak)
 
     @property
     def link_seconds(self) -> float | None:
-        """Of a step, where all that a device receives comes at the rate of its links."""
-        return None if self.link is None else sum(traffic.num_bytes for traffic in self.traffic) / self.link
+        """Of a step, where all that a device receives comes at the rate of its links, or of what joins hosts."""
+        if self.link is None:
+            return None
+        seconds = 0.0
+        for traffic in self.traffic:
+            joined = min(self.link, HOST_LINK) if self._spans_hosts(traffic.axis) else self.link
+            seconds += traffic.num_bytes / joined
+        return seconds
+
+    def _spans_hosts(self, axis: str) -> bool:
+        """Whether devices that exchange over an axis are on several hosts: tp is the innermost axis."""
+        mesh = self.ask.mesh
+        extents = {"tp": mesh.tp, "dp_shard": mesh.tp * mesh.dp_shard, "dp_replicate": mesh.devices}
+        return extents[axis] > HOST_DEVICES
 
     @property
     def offloads(self) -> bool:
@@ -212,7 +232,7 @@ class ShardingPlan:
         moved = self.micro_batches * (weights + gradients)
         if self.ask.optimizer.kind == "muon" and self.ask.lora is None:  # whole matrices come, and directions go
             sides = (tensor for tensor in self.tensors if tensor.optimizer_bytes == OPTIMIZER_BYTES["muon"][0])
-            moved += 2 * MATMUL_BYTES * sum(tensor.numbers for tensor in sides)
+            moved += 2 * self.ask.matmul_bytes * sum(tensor.numbers for tensor in sides)
         return moved
 
     @property
@@ -284,7 +304,7 @@ class ShardingPlan:
 
     def assumptions(self) -> list[str]:
         """What the speed and the memory of a host rest on."""
-        peak, flop = self.target.peak("bfloat16"), 4 if self.ask.lora is not None else 6
+        peak, flop = self.target.peak(self.ask.precision), 4 if self.ask.lora is not None else 6
         lines = []
         if peak is not None:
             share = f"{LORA_MFU:.1%} of the {peak / 1e12:,.0f} TFLOP/s of the spec sheet"
@@ -295,7 +315,10 @@ class ShardingPlan:
         if self.offloads:
             rates = f"{BUS / 1e9:.0f} GB/s for the bus, and {HOST_MEMORY / 1e9:.0f} GB/s for the host's memory"
             lines.append(f"The plan assumes {rates}. No copy overlaps with matmuls.")
-        lines.append(f"A host has up to {HOST_DEVICES} devices. Nothing is counted for what joins several hosts.")
+        if any(self._spans_hosts(traffic.axis) for traffic in self.traffic):
+            lines.append(
+                f"A host has {HOST_DEVICES} devices. From other hosts, each receives {HOST_LINK / 1e9:.0f} GB/s."
+            )
         return lines
 
     def lines(self) -> list[str]:
@@ -353,7 +376,7 @@ PARTS = {
 HOST_PARTS = {
     "processes": "processes",
     "offloaded": "parts, gradients, optimizer",
-    "loading": "loading, a matrix each",
+    "loading": "parts while loading",
     "saving": "copies of a save",
 }
 
@@ -373,8 +396,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     if config.weight_dtype == "bfloat16":
         what = f'weight_dtype="bfloat16" does not work with a mesh: {ROUNDED_WHOLE}'
         raise ConfigError(what, where="finetune.weight_dtype", hint='Set weight_dtype="float32".')
-    if config.offload == "host":
-        memory.check_shard(config, config.mesh.devices, adapters=config.lora is not None)
+    memory.check_shard(config, config.mesh.devices, adapters=config.lora is not None)
     level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
     ask = ShardingRequest(
         model=model.model_copy(update={"context_length": context}),
@@ -385,6 +407,8 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
         lora=config.lora,
         activation_checkpointing="full" if level == "auto" else level,
         offload=config.offload,
+        matmul_bytes=BYTES if config.precision == "float32" else MATMUL_BYTES,
+        num_processes=config.num_processes,
         can_offload=memory.may_offload(config, config.mesh.devices, adapters=config.lora is not None),
     )
     if config.micro_batch_tokens == "auto":
@@ -392,18 +416,20 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     return replace(ask, rows=min(memory.rows_at_once(config, context), ask.rows_per_device))
 
 
-def fix(plan: ShardingPlan) -> str | None:
-    """A setting with which a plan fits that does not; None where none was found."""
+def fix(plan: ShardingPlan) -> list[str]:
+    """Settings with which a plan fits that does not; none where none were found."""
     lora = Lora() if plan.ask.lora is None else plan.ask.lora
     if lora.frozen_dtype != "nf4":
         ask = replace(plan.ask, lora=lora.model_copy(update={"base_dtype": "nf4"}))
         if _planned(ask, plan.target, plan.link).fits:
-            return "finetune.lora.base_dtype=nf4"
+            return ["finetune.lora.base_dtype=nf4"]
     if plan.needed:
-        return f"finetune.mesh.dp_shard={plan.needed}"
+        devices = plan.needed * plan.ask.mesh.devices // plan.ask.mesh.dp_shard
+        processes = [] if plan.ask.num_processes == devices else [f"finetune.num_processes={devices}"]
+        return [f"finetune.mesh.dp_shard={plan.needed}", *processes]
     can = plan.target.offloads and plan.ask.can_offload
     ask = replace(plan.ask, offload="host")
-    return "finetune.offload=host" if can and _planned(ask, with_host(plan.target), plan.link).fits else None
+    return ["finetune.offload=host"] if can and _planned(ask, with_host(plan.target), plan.link).fits else []
 
 
 def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) -> ShardingPlan:
@@ -504,7 +530,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     tokens = rows * model.context_length
     own, level = computed_shape(model, mesh.tp), ask.activation_checkpointing
     devices = mesh.tp if tokens_are_cut(ask) else 1
-    kept = activation_bytes_per_token(own, level, MATMUL_BYTES, written_out=False, devices=devices)
+    kept = activation_bytes_per_token(own, level, ask.matmul_bytes, written_out=False, devices=devices)
     largest = max(
         tensor.gathered_numbers(mesh) * (2 if tensor.is_code and _is_packed(lora) else 1)
         for tensor in tensors
@@ -514,8 +540,8 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     rounded = 0 if mesh.dp_shard > 1 or ask.offload == "host" else _rounded_bytes(ask, tensors)
     chunk = min(tokens, max(1, LOGITS_CHUNK_BYTES // (BYTES * ask.vocab_size)))
     table = ask.vocab_size * model.hidden_size
-    logits = chunk * ask.vocab_size * (MATMUL_BYTES + BYTES)
-    logits += table * (BYTES + MATMUL_BYTES) if lora is None else 0  # the gradient of the head in both formats
+    logits = chunk * ask.vocab_size * (ask.matmul_bytes + BYTES)
+    logits += table * (BYTES + ask.matmul_bytes) if lora is None else 0  # the gradient of the head in both formats
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=BYTES * local_trained,
@@ -530,7 +556,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
         return estimate
     on_device = ask.optimizer.kind == "muon" and lora is None  # the only optimizer that computes there
     update = 5 * BYTES * max(UPDATE_NUMBERS, largest) if on_device else 0
-    gathered = estimate.gathered + _moving(tensors, mesh)
+    gathered = estimate.gathered + _moving(ask, tensors)
     return replace(estimate, weights=0, gradients=0, optimizer=0, update=update, gathered=gathered)
 
 
@@ -551,7 +577,7 @@ def _rounded_bytes(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> in
     head and block at work if blocks are computed again, and all if not.
     """
     sizes = {
-        unit: sum(MATMUL_BYTES * tensor.local_numbers for tensor in parts if tensor.number_bytes > MATMUL_BYTES)
+        unit: sum(ask.matmul_bytes * one.local_numbers for one in parts if one.number_bytes > ask.matmul_bytes)
         for unit, parts in _units(tensors).items()
     }
     if ask.activation_checkpointing == "none":
@@ -580,7 +606,7 @@ def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
     mesh, units = ask.mesh, _units(tensors)
     if mesh.dp_shard == 1 and ask.offload != "host":
         return 0
-    weights = {unit: sum(tensor.gathered_bytes(mesh) for tensor in parts) for unit, parts in units.items()}
+    weights = {unit: sum(one.gathered_bytes(mesh, ask.matmul_bytes) for one in parts) for unit, parts in units.items()}
     gradients = {
         unit: BYTES * sum(tensor.gathered_numbers(mesh) for tensor in parts if tensor.trained)
         for unit, parts in units.items()
@@ -596,7 +622,7 @@ def _gathered(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
     return sum(weights.values()) + (largest_two(gradients) if mesh.zero_stage == 2 else sum(gradients.values()))
 
 
-def _moving(tensors: Sequence[ShardedTensor], mesh: Mesh) -> int:
+def _moving(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> int:
     """
     Of the largest unit, where it comes from the host and its gradient goes there: this device's part as it is kept and
     rounded, and the gradient in float32, whole and this device's part.
@@ -604,8 +630,8 @@ def _moving(tensors: Sequence[ShardedTensor], mesh: Mesh) -> int:
     return max(
         sum(
             tensor.local_bytes
-            + MATMUL_BYTES * tensor.local_numbers
-            + (BYTES * (tensor.gathered_numbers(mesh) + tensor.local_numbers) if tensor.trained else 0)
+            + ask.matmul_bytes * tensor.local_numbers
+            + (BYTES * (tensor.gathered_numbers(ask.mesh) + tensor.local_numbers) if tensor.trained else 0)
             for tensor in parts
         )
         for parts in _units(tensors).values()
@@ -614,8 +640,9 @@ def _moving(tensors: Sequence[ShardedTensor], mesh: Mesh) -> int:
 
 def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
     """
-    Of a host. Each process reads its parts of one tensor at a time; a save copies what is trained here: all of it for
-    adapters, which the first process writes, and the parts of this host's devices in full training.
+    Of a host. Each process reads its parts tensor by tensor, and has them here until all are read. A save copies what
+    is trained here: all of it for adapters, which the first process writes, and the parts of this host's devices in
+    full training.
     """
     devices = min(HOST_DEVICES, ask.mesh.devices)
     largest = max(tensor.local_numbers for tensor in tensors) * BYTES
@@ -626,7 +653,8 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
         copies = sum(tensor.numbers * size for tensor, size in saved)
     else:
         copies = devices * sum(tensor.local_numbers * size for tensor, size in saved)
-    saving, loading = copies + min(copies, FILE_BYTES), devices * largest
+    read = sum(tensor.local_bytes for tensor in tensors)
+    saving, loading = copies + min(copies, FILE_BYTES), devices * (read + largest)
     if ask.offload == "host":
         parts = sum(pinned_bytes(tensor.local_bytes) for tensor in tensors)
         parts += sum(
@@ -669,19 +697,20 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
             if tensor.tp is None and (cut or tensor.kind != "sequence" or bias):  # else all have the same
                 add("all-reduce", "tp", BYTES * tensor.gathered_numbers(mesh), mesh.tp, once=once)
     stream = rows * model.context_length * model.hidden_size * ask.matmul_bytes
-    passes = 2 + (ask.activation_checkpointing == "full")
+    again = ask.activation_checkpointing != "none"
     trained = ask.lora is None  # if not, nothing in front of the first layer has a gradient
-    layers = 2 * passes * model.num_layers
+    entered = (2 + again) * 2 * model.num_layers  # of attention and feed-forward, in each pass
+    left = entered - again * model.num_layers  # a block is computed again without its last sum
     if cut:
-        add("all-gather", "tp", stream * (layers + trained + 1), mesh.tp)  # and of the embedding, and after the norm
-        add("reduce-scatter", "tp", stream * (layers - (not trained) + 1), mesh.tp)
+        add("all-gather", "tp", stream * (entered + trained + 1), mesh.tp)  # and of the embedding, and after the norm
+        add("reduce-scatter", "tp", stream * (left - (not trained) + 1), mesh.tp)
         add("all-reduce", "tp", stream, mesh.tp)  # of the head
-    else:
-        add("all-reduce", "tp", stream * (layers + 1 + trained), mesh.tp)
+    else:  # a gradient, and not x, is summed where a layer is entered
+        add("all-reduce", "tp", stream * (4 * model.num_layers + again * model.num_layers + 1 + trained), mesh.tp)
     add("all-reduce", "tp", rows * model.context_length * BYTES * (mesh.tp + 1), mesh.tp)  # of logits, for the loss
     for tensor in tensors:
         if tensor.kind == "row" and tensor.name.endswith(".magnitude"):  # lengths of whole rows of DoRA
-            add("all-reduce", "tp", (passes - 1) * BYTES * tensor.numbers, mesh.tp)
+            add("all-reduce", "tp", (1 + again) * BYTES * tensor.numbers, mesh.tp)
     return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
 
 
