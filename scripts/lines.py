@@ -12,17 +12,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_780,
     "core": 3_930,
-    "hw": 5_490,
+    "hw": 5_550,
     "data": 13_320,
     "tokenizer": 3_320,
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_500,
-    "train": 10_625,
+    "train": 10_830,
     "generate": 2_040,
     "evaluation": 4_760,
     "serve": 3_930,
-    "stages": 6_240,
+    "stages": 6_270,
 }
 
 

@@ -174,7 +174,7 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
         (["--gpu", "", "--on", "skypilot"], "--gpu: it is empty"),
         (
             ["--on", "slurm", "pretrain.mesh={dp_shard=2}"],
-            "the mesh dp_replicate 1 x dp_shard 2 x tp 1 needs 2 process",
+            "dp_shard 2 x tp 1 needs 2 process",
         ),
     ],
 )

@@ -432,10 +432,10 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
         block, kept = self.defaults["block"], {"step": state["step"]}
         for name, table in zip(MOMENTS, self._tables_on(local(weight).device), strict=True):
             codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
-            part = torch.empty(codes.shape, dtype=torch.float32)
+            moment = torch.empty(codes.shape, dtype=torch.float32)
             for numbers, blocks in _chunks(codes.numel(), block):
-                part.view(-1)[numbers].copy_(decode(codes.view(-1)[numbers], scales[blocks], table, block))
-            kept[f"{name}_decoded"] = as_part(part, weight)
+                moment.view(-1)[numbers].copy_(decode(codes.view(-1)[numbers], scales[blocks], table, block))
+            kept[f"{name}_decoded"] = as_part(moment, weight)
         return kept
 
     def take(self, weight: Tensor, kept: Mapping[str, Tensor]) -> None:
@@ -444,12 +444,12 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
         state = {"step": kept["step"]} | self._no_moments(own, block)
         for name, signed in zip(MOMENTS, (True, False), strict=True):
             table = self._tables_on(own.device)[0 if signed else 1]
-            if (part := kept.get(f"{name}_decoded")) is None:
+            if (moment := kept.get(f"{name}_decoded")) is None:
                 scales = kept[f"{name}_scales"].repeat_interleave(block)[: weight.numel()].view(weight.shape)
                 scales = part_like(weight, scales) if isinstance(weight, DTensor) else scales
                 codes = local(kept[f"{name}_codes"]).reshape(-1)
-                part = decode(codes, scales.reshape(-1), table.to(codes.device), 1)
-            flat = local(part).reshape(-1)
+                moment = decode(codes, scales.reshape(-1), table.to(codes.device), 1)
+            flat = local(moment).reshape(-1)
             for numbers, blocks in _chunks(own.numel(), block):
                 to = state[f"{name}_codes"].view(-1)[numbers], state[f"{name}_scales"][blocks]
                 encode(flat[numbers].to(own.device, torch.float32), table, signed, block, *to)
@@ -603,8 +603,9 @@ class Optimizers:
         """
         kept = dict[str, Tensor]()
         for optimizer, weight in self._owned():
-            coded = None if as_part is None else self._recoded.get(self._names[weight])
-            of_weight = optimizer.state[weight] if coded is None else coded.decoded(weight, as_part)
+            of_weight, coded = optimizer.state[weight], self._recoded.get(self._names[weight])
+            if coded is not None and as_part is not None:
+                of_weight = coded.decoded(weight, as_part)
             kept |= {f"{self._names[weight]}/{key}": value for key, value in of_weight.items()}
         return kept
 
