@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,34 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             bytes_of_plan = planned(method, other, layers, rows, of_axes(axes, other))
             assert told["received"] == pytest.approx(bytes_of_plan, rel=0.02, abs=100), (method, other, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * held  # tp does not cut norms and some adapters
+
+
+def compiled_over_tp(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Of two methods: what a trial says, and what compiled and plain blocks learn."""
+    torch.set_num_threads(1)
+    found = dict[str, Any]()
+    for method, other in (("full", ""), ("NF4", "recomputed")):
+        told: list[Any] = []
+        for compiles in (True, False):
+            model = made(method, other, 1)
+            fsdp.shard(model, world, processor(), Mesh(tp=2))
+            if compiles:
+                trials = [partial(compile._pass, model, batch(2), on_cpu())]
+                verdict = compile.compile_blocks(model, "on", trials, tolerance=compile.TIGHT)
+                told.append([verdict.compiled, verdict.why])
+            told.append(learned(model, other, 2, world))
+        found[method] = told
+    return found
+
+
+@pytest.mark.slow
+def test_blocks_are_compiled_with_their_exchanges_over_tp() -> None:
+    told = launch.run("tests.train.test_mesh:compiled_over_tp", {}, 2)
+    assert set(told) == {"full", "NF4"}
+    for method, ((compiles, why), fast, plain) in told.items():
+        assert compiles, why
+        assert ("graph breaks" in why) == (method == "NF4"), why  # a base that is dequantized twice leaves the graph
+        assert fast["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
 # --- weights, gradients and optimizer on the host ---------------------------------------------------------------------

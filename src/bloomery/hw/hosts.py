@@ -338,7 +338,7 @@ def _slurm_script(command: str, name: str, machines: int, ranks: int, hours: int
         "# The run folder has to be on a file system that all nodes see.",
         "set -eu",
         f"cd {shlex.quote(os.getcwd())}",
-        *([] if gpus else ["export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"]),
+        *([] if gpus else ['export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"']),
         f"exec srun --kill-on-bad-exit=0 --wait=0 {command}",
     ]
     return "\n".join(lines) + "\n"

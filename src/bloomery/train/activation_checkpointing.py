@@ -45,14 +45,14 @@ def checkpoint_activations(model: Transformer, level: Level) -> None:
         plain: Callable[..., Tensor] = block.__dict__.pop("forward", block.forward)
         plain = getattr(plain, "plain", plain)
         if level != "none":
-            block.__dict__["forward"] = _Again(plain, level)
+            block.__dict__["forward"] = RecomputedForward(plain, level)
 
 
-class _Again:
+class RecomputedForward:
     """A block's forward pass that keeps less, where anything has to be kept."""
 
     def __init__(self, plain: Callable[..., Tensor], level: Level) -> None:
-        self.plain = plain
+        self.plain, self.level = plain, level
         self._how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if level == "selective":
             self._how["context_fn"] = partial(create_selective_checkpoint_contexts, [*KEPT, cpu.forward_operation()])

@@ -158,10 +158,15 @@ def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def data_rank(model: nn.Module, world: World) -> tuple[int, int]:
     """Of the data: the part that is this rank's, and how many parts there are. Ranks of one matmul share a part."""
+    tp = ranks_of_a_matmul(model)
+    return world.rank // tp, max(1, world.size // tp)
+
+
+def ranks_of_a_matmul(model: nn.Module) -> int:
+    """How many there are: those of the axis tp of a mesh."""
     weight = next(model.parameters())
     names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
-    tp = weight.device_mesh["tp"].size() if "tp" in names else 1  # type: ignore[attr-defined]
-    return world.rank // tp, max(1, world.size // tp)
+    return int(weight.device_mesh["tp"].size()) if "tp" in names else 1  # type: ignore[attr-defined]
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -43,7 +43,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset, SampleSource
 from bloomery.train import collectives
-from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.activation_checkpointing import RecomputedForward, checkpoint_activations
 from bloomery.train.config import Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
@@ -320,10 +320,18 @@ def compile_blocks(
         return Verdict(False, "memory runs out in a pass of the plain blocks")
     kinds, graphs = _Kinds(), Graphs.begin() if _by_torch(compiler) else None
     originals = [block.__dict__.get("forward") for block in model.blocks]
+    over_tp = collectives.ranks_of_a_matmul(model) > 1
+
+    def compiled_in_one(plain: Any) -> Any:
+        """Over tp, weights change places within a block, which torch does not compile as something to recompute."""
+        if over_tp and isinstance(plain, RecomputedForward) and plain.level == "full":
+            return RecomputedForward(compiler(plain.plain), plain.level)
+        return compiler(plain)
+
     for block in model.blocks:
         attention = block.attention
         assert isinstance(attention, Attention)
-        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds, attention.prepare)
+        block.__dict__["forward"] = _Compiled(block.forward, compiled_in_one(block.forward), kinds, attention.prepare)
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):
@@ -438,11 +446,11 @@ class _Compiled:
     def __init__(
         self,
         plain: Callable[..., Tensor],
-        compiler: Callable[..., Any],
+        fast: Callable[..., Any],
         kinds: _Kinds,
         prepare: Callable[[AttentionMask, Tensor], None],
     ) -> None:
-        self.plain, self._fast, self._kinds, self._prepare = plain, compiler(plain), kinds, prepare
+        self.plain, self._fast, self._kinds, self._prepare = plain, fast, kinds, prepare
 
     def __call__(self, x: Tensor, rope: Any, mask: AttentionMask, cache: Any) -> Tensor:
         fast = torch.is_grad_enabled() and self._kinds.takes(x, mask, cache)

@@ -79,7 +79,6 @@ SAID_TWICE = "both say how ranks share the model"
 SCALES_SCALED = "its scales have scales that reach over rows"
 HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
 DROPS_OTHERS = "with tp, each device would drop others than one device does"
-WRITTEN_OUT = "with tp, blocks exchange numbers while they compute"
 STAYS_TOGETHER = "stages 1 and 2 keep all weights on the device during a step"
 COPIED_AGAIN = "for each token, all weights would come from the host"
 ALL_ON_DEVICE = "its answers and its reference need the whole model on the device"
@@ -142,7 +141,6 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             'Say lora.base_dtype="nf4".',
         ),
         ("lora.dropout" if cuts and lora and lora.dropout else "", DROPS_OTHERS, "Say lora.dropout=0, or mesh.tp=1."),
-        ('compile="on"' if cuts and config.compile == "on" else "", WRITTEN_OUT, 'Say compile="off", or mesh.tp=1.'),
     ):
         if setting:
             raise ConfigError(f"{setting} does not work with {how}: {why}", hint=hint)
