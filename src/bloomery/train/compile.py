@@ -323,7 +323,7 @@ def compile_blocks(
     over_tp = collectives.ranks_of_a_matmul(model) > 1
 
     def compiled_in_one(plain: Any) -> Any:
-        """Over tp, weights change places within a block, which torch does not compile as something to recompute."""
+        """Over tp, a block exchanges its weights for parts, which torch does not compile as something to recompute."""
         if over_tp and isinstance(plain, RecomputedForward) and plain.level == "full":
             return RecomputedForward(compiler(plain.plain), plain.level)
         return compiler(plain)
