@@ -396,8 +396,9 @@ def test_json_of_files_is_read_by_one_reader_with_a_schema() -> None:
     broken, used = [], set()
     for module, node in nodes(package()):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) and name in ("load", "loads") else name
-        if text in ("json.load", "json.loads"):
+        reads = ("load", "loads", "JSONDecoder")
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) and name in reads else name
+        if text in {f"json.{one}" for one in reads}:
             used.add(module.place)
             if module.place not in READS_JSON:
                 broken.append(module.at(node, f"{text}: read files with records.read_record"))

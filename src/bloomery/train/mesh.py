@@ -60,7 +60,7 @@ def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
                 tensor = distribute_tensor(weight.detach(), devices, [layout], src_data_rank=None)
                 cuts[weight] = nn.Parameter(tensor, requires_grad=weight.requires_grad)
             module._parameters[name] = cuts[weight]
-    inside, layers, tokens = set[nn.Module](), set[str](), Tokens(devices)
+    inside, layers, tokens = set[nn.Module](), set[str](), SequenceSplit(devices)
     for path, module in model.named_modules():
         whole = isinstance(module, LoRALinear)  # it reads the weights of its base
         owned = [] if module in inside else list(module.named_parameters(recurse=whole))
@@ -87,7 +87,7 @@ def cut(model: Transformer, mesh: Mesh, devices: DeviceMesh) -> None:
     model.norm.__dict__["forward"] = partial(_left, model.norm.forward, tokens)
 
 
-class Tokens:
+class SequenceSplit:
     """Which tokens of a row a device of tp has between the matmuls, in the pass that the embedding has begun."""
 
     def __init__(self, devices: DeviceMesh) -> None:
@@ -146,7 +146,7 @@ class _Held(NamedTuple):
         return cls(owner, name, layout, share, isinstance(layout, Replicate))
 
 
-def _computed(plain: Any, kind: ShardingKind, held: list[_Held], tokens: Tokens, x: Tensor, *rest: Any) -> Tensor:
+def _computed(plain: Any, kind: ShardingKind, held: list[_Held], tokens: SequenceSplit, x: Tensor, *rest: Any) -> Tensor:
     """What a module computes of its parts of the weights: of a matrix in a block, some outputs, or a summand of all."""
     is_ids = not x.is_floating_point()
     if kind == "vocabulary":
@@ -161,12 +161,12 @@ def _computed(plain: Any, kind: ShardingKind, held: list[_Held], tokens: Tokens,
     return y
 
 
-def _entered(plain: Any, tokens: Tokens, x: Tensor, *rest: Any) -> Tensor:
+def _entered(plain: Any, tokens: SequenceSplit, x: Tensor, *rest: Any) -> Tensor:
     """What a layer computes of all tokens: it gets this device's, and gives them the sum over tp."""
     return tokens.summed(plain(tokens.all_of(x, Partial()), *rest), cut=True)
 
 
-def _left(plain: Any, tokens: Tokens, x: Tensor) -> Tensor:
+def _left(plain: Any, tokens: SequenceSplit, x: Tensor) -> Tensor:
     """What the last norm computes of this device's tokens, and then of all."""
     return tokens.all_of(plain(x), Replicate()).clone()  # FSDP2 wants no view of what a unit puts out
 
