@@ -62,6 +62,7 @@ ISOLATED = (("evaluation/sandbox_child.py", "exec"), ("weights/pickled.py", "tor
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 READS_JSON = {
     "serve/openai_api.py": "bodies of requests, which guard.py has bounded",
+    "serve/constrained.py": "what a model writes by a form, and schemas of requests, which guard.py has bounded",
     "core/io.py": "the reader that all others go through",
     "data/chat/formats.py": "a list of messages, or the arguments of a call, that is text in a row",
     "data/isolated.py": "what a child process says, and what it is asked",
