@@ -146,7 +146,9 @@ class _Held(NamedTuple):
         return cls(owner, name, layout, share, isinstance(layout, Replicate))
 
 
-def _computed(plain: Any, kind: ShardingKind, held: list[_Held], tokens: SequenceSplit, x: Tensor, *rest: Any) -> Tensor:
+def _computed(
+    plain: Any, kind: ShardingKind, held: list[_Held], tokens: SequenceSplit, x: Tensor, *rest: Any
+) -> Tensor:
     """What a module computes of its parts of the weights: of a matrix in a block, some outputs, or a summand of all."""
     is_ids = not x.is_floating_point()
     if kind == "vocabulary":
