@@ -173,7 +173,7 @@ def test_the_ranks_of_all_hosts_end_with_the_process_that_started_them(cluster: 
     [
         (["--gpu", "", "--on", "skypilot"], "--gpu: it is empty"),
         (
-            ["--on", "slurm", "pretrain.mesh={dp_shard=2}"],
+            ["--on", "slurm", "pretrain.mesh={dp_shard=2}", "finetune.mesh={dp_shard=2}"],
             "dp_shard 2 x tp 1 needs 2 process",
         ),
     ],

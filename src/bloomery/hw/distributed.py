@@ -395,7 +395,8 @@ def meet() -> None:
     Find the other ranks, and watch over each other from now on: the first may have days of other work before it hands
     out a task. Raises RunError where the first one's address cannot be had or reached.
     """
-    _store()
+    with _together("start"):
+        _store()
 
 
 class LifeWatch:

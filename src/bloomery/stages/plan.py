@@ -521,10 +521,19 @@ ARITHMETIC = "This plan is arithmetic alone: it used no device."
 
 
 def check_ranks(recipe: Any, ranks: int) -> None:
-    """Raises ConfigError for a recipe whose stages do not train on so many ranks."""
-    for stage in (recipe.pretrain, recipe.finetune, recipe.prefer):
-        if stage is not None:
-            memory.check_shard(stage, ranks, adapters=getattr(stage, "lora", None) is not None)
+    """
+    Raises ConfigError for a recipe of which no stage trains on so many ranks; stages that are done may need others. A
+    single rank starts those that the recipe asks for.
+    """
+    errors, stages = [], [one for one in (recipe.pretrain, recipe.finetune, recipe.prefer) if one is not None]
+    for stage in stages:
+        try:
+            count = stage.num_processes if ranks == 1 else ranks
+            memory.check_shard(stage, count, adapters=getattr(stage, "lora", None) is not None)
+        except ConfigError as error:
+            errors.append(error)
+    if errors and len(errors) == len(stages):
+        raise errors[0]
 
 
 def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan | None:
@@ -581,7 +590,11 @@ def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = Non
         verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, but {usable:,.1f} GiB are usable."
         changes = fix(plan)
     text = [*plan.lines(), "", *_tensor_lines(plan), "", verdict]
-    if plan.ask.num_processes not in (1, plan.ask.mesh.devices):  # with 1, a launcher may start them
+    changes_processes = any(change.startswith("finetune.num_processes=") for change in changes)
+    if not changes_processes and plan.ask.num_processes not in (
+        1,
+        plan.ask.mesh.devices,
+    ):  # with 1, a launcher may start them
         processes = f"finetune.num_processes={plan.ask.mesh.devices}"
         text.append(f"To run it, also set {processes}: the recipe has {plan.ask.num_processes}.")
     text.append(ARITHMETIC)

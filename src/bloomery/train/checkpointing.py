@@ -267,10 +267,12 @@ class Checkpoints:
         (write, size), step = self.model_saver.copied(self.world), state.step
         doubtful, passed_over = state.guard.in_a_row > 0, self._passed_over
         good = self.goals(state.step) and not doubtful
+        with self._company.alike():  # moments in 8 bits are decoded, for which memory may be too small
+            training = self.optimizers.state(checkpoint.as_part)
         self.saver.start(
             state.step,
             lambda folder: write(folder, step),
-            self.optimizers.state(checkpoint.as_part),
+            training,
             asdict(state),
             environment=self.environment,
             model_bytes=size,

@@ -291,13 +291,15 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
         ]
     if failures:
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
-        raise min(failures, key=lambda failure: (_is_effect(failure[0]), failure[1]))[0]
+        raise min(failures, key=lambda failure: _how_far(*failure))[0]
     stop.check()
 
 
-def _is_effect(error: BloomeryError) -> bool:
-    """Whether it tells of another rank, without saying that this one gave no signs of life."""
-    return isinstance(error, RankLostError) and distributed.SILENT not in error.what
+def _how_far(error: BloomeryError, is_fault: bool) -> int:
+    """From the cause: an error of a rank itself, a rank without signs of life, a fault of ours, a lost rank."""
+    if not isinstance(error, RankLostError):
+        return 2 if is_fault else 0
+    return 1 if distributed.SILENT in error.what else 3
 
 
 def _ended_before_start(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> bool:

@@ -495,9 +495,9 @@ def encode(numbers: Tensor, table: Tensor, signed: bool, block: int, codes: Tens
     """Fill `codes` and `scales` with the nearest in the table; without signs, only 0 itself gets the code of 0."""
     rows = F.pad(numbers, (0, -len(numbers) % block)).view(-1, block)
     least, most = rows.aminmax(dim=1)
-    scales.copy_(torch.where(most >= -least, most, least))
-    tiny = torch.finfo(torch.float32).tiny
-    shares = (rows / torch.where(scales.abs() < tiny, tiny, scales)[:, None]).view(-1)[: len(numbers)]
+    largest = torch.where(most >= -least, most, least)
+    scales.copy_(torch.where(largest.abs() < torch.finfo(torch.float32).tiny, 0.0, largest))  # they lose bits below
+    shares = (rows / torch.where(scales == 0, torch.inf, scales)[:, None]).view(-1)[: len(numbers)]
     nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
     if not signed:
         nearest = torch.maximum(nearest, (numbers > 0).int())

@@ -60,6 +60,8 @@ from torch.distributed.tensor import DTensor
 FILE_BYTES = 256 * 2**20
 """Of one file at most, if no tensor is larger: a file is put together in memory before it is written."""
 
+DECODED = "_decoded"
+"""Ends the names of moments in 8 bits that were decoded: see AdamW8bitOptimizer in train/optim.py."""
 UNREADABLE = (OSError, SafetensorError, CheckpointException, ValueError, KeyError, TypeError, RuntimeError)
 """What torch.distributed.checkpoint raises for files that are not of its kind, and torch where memory is too small."""
 TensorPlacement = Callable[[str, torch.Size, torch.dtype], Tensor]
@@ -67,10 +69,14 @@ TensorPlacement = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def copy_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of the tensors in CPU memory, so that training can continue; of a sharded tensor, this rank's part."""
-    own = (one.to_local() if isinstance(one, DTensor) else one for one in tensors.values())
-    copies = devices.copied_to_host(own)
-    return {name: as_part(copy, tensors[name]) for name, copy in zip(tensors, copies, strict=True)}
+    """
+    A copy of the tensors in CPU memory, so that training can continue; of a sharded tensor, this rank's part. Moments
+    that were decoded for it are copies already.
+    """
+    names = [name for name in tensors if not name.endswith(DECODED)]
+    own = (one.to_local() if isinstance(one, DTensor) else one for one in (tensors[name] for name in names))
+    copies = dict(zip(names, devices.copied_to_host(own), strict=True))
+    return {name: as_part(copies[name], one) if name in copies else one for name, one in tensors.items()}
 
 
 def as_part(copy: Tensor, tensor: Tensor) -> Tensor:
