@@ -590,13 +590,10 @@ def mesh_lines(plan: ShardingPlan, words: Sequence[str], html: Path | None = Non
         verdict = f"It does not fit: {peak:,.1f} GiB are needed on each device, but {usable:,.1f} GiB are usable."
         changes = fix(plan)
     text = [*plan.lines(), "", *_tensor_lines(plan), "", verdict]
-    changes_processes = any(change.startswith("finetune.num_processes=") for change in changes)
-    if not changes_processes and plan.ask.num_processes not in (
-        1,
-        plan.ask.mesh.devices,
-    ):  # with 1, a launcher may start them
-        processes = f"finetune.num_processes={plan.ask.mesh.devices}"
-        text.append(f"To run it, also set {processes}: the recipe has {plan.ask.num_processes}.")
+    starts, needed = plan.ask.num_processes, plan.ask.mesh.devices
+    key = "finetune.num_processes="
+    if starts not in (1, needed) and not any(change.startswith(key) for change in changes):  # 1: a launcher may start
+        text.append(f"To run it, also set {key}{needed}: the recipe has {starts}.")
     text.append(ARITHMETIC)
     if changes:
         names = tuple(f"{change.partition('=')[0]}=" for change in changes)

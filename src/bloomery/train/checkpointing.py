@@ -175,10 +175,10 @@ class Checkpoints:
 
     def _place(self, name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
         """Room for what an optimizer remembers: of a weight that is spread over ranks, for this rank's part."""
-        weights = dict(self.model.named_parameters())
-        weight = weights[name.rpartition("/")[0]]
+        owner, _, _ = name.rpartition("/")
+        weight = dict(self.model.named_parameters())[owner]
         if isinstance(weight, DTensor) and weight.shape == shape:
-            if self.optimizers.is_recoded(name.rpartition("/")[0]):  # in 8 bits it takes less room there
+            if self.optimizers.is_recoded(owner):  # in 8 bits it takes less room there
                 return checkpoint.as_part(torch.zeros(weight.to_local().shape, dtype=kind), weight)
             return torch.zeros_like(weight, dtype=kind)
         return torch.empty(shape, dtype=kind)

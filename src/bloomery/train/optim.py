@@ -441,7 +441,7 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
     def take(self, weight: Tensor, kept: Mapping[str, Tensor]) -> None:
         """Take up moments of a weight: numbers, or codes of the whole weight with their scales."""
         own, block = local(weight), self.defaults["block"]
-        state = {"step": kept["step"]} | self._no_moments(own, block)
+        state = {"step": kept["step"].clone()} | self._no_moments(own, block)
         for name, signed in zip(MOMENTS, (True, False), strict=True):
             table = self._tables_on(own.device)[0 if signed else 1]
             if (moment := kept.get(f"{name}_decoded")) is None:

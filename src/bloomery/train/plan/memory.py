@@ -192,8 +192,8 @@ def activation_bytes_per_token(
         full         x in float32
 
     and once, while a layer is computed again, what it keeps more at `none`. Around the layers: three widths. Attention
-    weights count where they may be `written_out`, which a GPU does not do. Each of so many `devices` has
-    some of the tokens of the residual stream and its norms.
+    weights count where they may be `written_out`, which a GPU does not do. Each of so many `devices` has some of the
+    tokens of the residual stream and its norms.
     """
     level = activation_checkpointing
     return sum(activation_parts(model, level, width_bytes, written_out=written_out, devices=devices))
@@ -770,9 +770,8 @@ TOKEN_BYTES = {True: 2, False: 4}
 
 def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
     """Of a stage that trains: checkpoints that stay, one to go back to, one that is being written, and the model."""
-    whole = needs(what, TrainSetup(rows=1, method=way.method, rank=way.rank, precision=way.precision))
     model = way.weight_bytes * trained_parameters(what, way)
-    checkpoint = model + (saved_state_bytes(what, way) if way.sharded else whole.optimizer)
+    checkpoint = model + saved_state_bytes(what, way)
     kept = 0 if config.keep_every is None else config.steps // config.keep_every
     return (config.keep_last + 2 + kept + config.keeps_best) * checkpoint + (
         model if way.method == "full" else BYTES * what.parameters

@@ -9,14 +9,14 @@ train/sharding_rules.py say where each tensor lies. Everything after that is ari
                  weights have their whole gradient in float32 too
     copies       the largest matrix written out of its int8 or NF4 codes, by plain tensor operations; where nothing
                  is gathered, float32 weights rounded for matmuls
-    activations  as in train/plan/memory.py. Each device of tp has its heads and its part of the inner width, and what
-                 is as wide as the model for all tokens
+    activations  as in train/plan/memory.py. Each device of tp has its heads, its part of the inner width, and its
+                 tokens of the residual stream and its norms. Matmuls keep the inputs of all tokens
     logits       one chunk of the loss, cut by tp
 
 Communication counts the bytes that a device receives in a step, by ring algorithms: (n − 1) / n of a gathered or
 reduced tensor, twice that for an all-reduce. Units are gathered in the forward and again in the backward pass of each
-micro-batch. With tp, each block sums its outputs twice in a forward pass, and the gradients of its inputs twice in a
-backward pass. The collectives of training on CPUs are those of this plan, by test.
+micro-batch. With tp, each block gathers its inputs and scatters the sums of its outputs twice in a forward pass, and
+the gradients of both in a backward pass. The collectives of training on CPUs are those of this plan, by test.
 
 Speed: the FLOP/s of the spec sheet times LORA_MFU. A token costs 4 FLOP for each weight in a matmul with LoRA, and 6 in
 full training; looking up an embedding costs none. If the links need longer at the rate of the spec sheet, they decide.
@@ -105,6 +105,10 @@ class ShardedTensor:
     @property
     def local_bytes(self) -> int:
         return self.local_numbers * self.number_bytes
+
+    @property
+    def local_optimizer_bytes(self) -> int:
+        return round(self.optimizer_bytes * self.local_numbers)
 
     def gathered_numbers(self, mesh: Mesh) -> int:
         """Of the part that a device of tp computes with."""
@@ -434,8 +438,7 @@ def fix(plan: ShardingPlan) -> list[str]:
 
 def sharded(ask: ShardingRequest, target: Machine, link: float | None = None) -> ShardingPlan:
     """
-    The plan of a mesh. Raises ConfigError for a shape that the mesh cannot cut, by name, and for an optimizer whose
-    state it cannot.
+    The plan of a mesh. Raises ConfigError for a shape that the mesh cannot cut, by name.
     """
     check_offload(ask.offload, target, "finetune")
     plan = _planned(ask, target, link)
@@ -502,10 +505,9 @@ def _tensor(
     has_codes = ask.lora is not None and ask.lora.frozen_dtype not in ("float32", "bfloat16")
     sort = 0 if where.kind in ("column", "row") and len(shape) == 2 else 1 if len(shape) == 2 else 2
     # adapters learn by Adam's two moments, which are those of a vector
-    in_8_bits = isinstance(ask.optimizer, AdamW8bit)
-    kept: float = 8 if ask.lora is not None and not in_8_bits else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
-    if isinstance(ask.optimizer, AdamW8bit) and sort < 2:
-        kept += 8 / ask.optimizer.block
+    coded = ask.optimizer if isinstance(ask.optimizer, AdamW8bit) else None
+    kept: float = 8 if ask.lora is not None and coded is None else OPTIMIZER_BYTES[ask.optimizer.kind][sort]
+    kept += 8 / coded.block if coded is not None and sort < 2 else 0
     return ShardedTensor(
         name=name,
         shape=shape,
@@ -545,7 +547,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=BYTES * local_trained,
-        optimizer=round(sum(tensor.optimizer_bytes * tensor.local_numbers for tensor in trained)),
+        optimizer=sum(tensor.local_optimizer_bytes for tensor in trained),
         copies=unpacked * largest + rounded,
         activations=tokens * kept,
         logits=-(-logits // mesh.tp),
@@ -657,10 +659,7 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
     saving, loading = copies + min(copies, FILE_BYTES), devices * (read + largest)
     if ask.offload == "host":
         parts = sum(pinned_bytes(tensor.local_bytes) for tensor in tensors)
-        parts += sum(
-            pinned_bytes(BYTES * tensor.local_numbers) + round(tensor.optimizer_bytes * tensor.local_numbers)
-            for tensor in trained
-        )
+        parts += sum(pinned_bytes(BYTES * one.local_numbers) + one.local_optimizer_bytes for one in trained)
         return {"processes": devices * PROCESS_BYTES, "offloaded": devices * parts, "saving": max(saving, loading)}
     return {"processes": devices * PROCESS_BYTES} | ({"loading": loading} if loading >= saving else {"saving": saving})
 
