@@ -5,10 +5,12 @@ Is a rank that dies, or is frozen, named in bounded time, and does the same comm
 
 Trains a tiny model on four ranks of this machine. At a random moment one rank gets SIGKILL, or every fifth time
 SIGSTOP, with a limit of ten seconds without a sign of life. Counted are the seconds until the command has ended,
-whether its error names the rank, and whether any process is left. Then the same command resumes on the three ranks
-that are left. It is hit in the same way or goes on to its end, and so on down to one rank. At the end of each run, the
-losses of all steps have to be within 1e-4 of those of one undisturbed rank. --quick hits 4 times; no new hit comes
-after --minutes. SIGSTOP comes in training alone: ranks that start have ten minutes to find each other.
+whether its error names the rank, and whether any process is left. No checkpoint comes by the clock, so steps after the
+start are safe only if a rank that is left saves them. Counted are finished steps that no checkpoint has. Then the same
+command resumes on the three ranks that are left. It is hit in the same way or goes on to its end, and so on down to one
+rank. At the end of each run, the losses of all steps have to be within 1e-4 of those of one undisturbed rank. --quick
+hits 4 times; no new hit comes after --minutes. SIGSTOP comes in training alone: ranks that start have ten minutes to
+find each other.
 """
 
 import argparse
@@ -37,6 +39,7 @@ made = importlib.import_module("tests.train.made")
 
 RANKS, STEPS, LIFE_SECONDS, LIMIT_SECONDS = 4, 60, 10, 300.0
 SETTINGS = {"steps": STEPS, "eval_every": 1000, "optimizer": {"kind": "adamw"}, "spike_sigma": 1e6}
+SETTINGS["save_every_seconds"] = 1e9
 CODE = """
 import json, sys
 from bloomery.core.errors import BloomeryError
@@ -72,6 +75,7 @@ def measured(folder: Path, kills: int, seconds: float, *, quiet: bool) -> dict[s
     calm = losses(folder / "calm")
     ends: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     faults: dict[str, list[str]] = {"unnamed": [], "left": [], "different": [], "late": []}
+    lost: dict[str, list[int]] = {"SIGKILL": [], "SIGSTOP": []}
     hit, runs = 0, 0
     largest = 0.0
     while hit < kills and time.monotonic() - began < seconds:
@@ -86,6 +90,7 @@ def measured(folder: Path, kills: int, seconds: float, *, quiet: bool) -> dict[s
                 break
             hit += 1
             ends[number.name].append(took)
+            lost[number.name].append(max(losses(out), default=0) - newest(out))
             if not re.search(rf"\brank {victim}\b", said) or code == 0:
                 faults["unnamed"].append(f"{out.name}: rank {victim}, {number.name}: {said[-300:]}")
             if took >= LIMIT_SECONDS:
@@ -113,6 +118,7 @@ def measured(folder: Path, kills: int, seconds: float, *, quiet: bool) -> dict[s
                 for name, all in ends.items()
                 if all
             },
+            "steps_lost": {name: {"times": sum(map(bool, all)), "steps": sum(all)} for name, all in lost.items()},
             "largest_difference_of_a_loss": largest,
             **faults,
         },
@@ -121,6 +127,11 @@ def measured(folder: Path, kills: int, seconds: float, *, quiet: bool) -> dict[s
 
 def losses(out: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_metrics(out / METRICS) if "loss" in line}
+
+
+def newest(out: Path) -> int:
+    """The step of the newest checkpoint of a run."""
+    return max((int(folder.name) for folder in (out / "checkpoints").glob("[0-9]" * 9)), default=0)
 
 
 def attempt(

@@ -500,7 +500,7 @@ def test_a_copy_has_the_weights_of_its_moment(shape: Any) -> None:
 
 
 def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
-    """A session in which something happens to rank 1 after step 5; where ranks hold parts, before all other hooks."""
+    """A session in which something happens to a rank after step 5; where ranks hold parts, before all other hooks."""
     run = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
     whole = run._hooks
 
@@ -510,7 +510,7 @@ def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
         raise ZeroDivisionError("odd")
 
     def hooks(*args: Any) -> list[Hook]:
-        hook = Hook(lambda state: state.step == 5 and world.rank == 1, happen, "happen")
+        hook = Hook(lambda state: state.step == 5 and world.rank == task["rank"], happen, "happen")
         return [hook, *whole(*args)] if task["settings"]["parallelism"] == "fsdp" else [*whole(*args), hook]
 
     run._hooks = hooks  # type: ignore[assignment, method-assign]
@@ -519,21 +519,27 @@ def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "parallelism", "told"),
+    ("what", "parallelism", "rank", "told"),
     [
-        ("die", "none", "was ended by SIGKILL"),
-        ("fail", "none", "ended with exit code 1"),
-        ("fail", "fsdp", "ended with exit code 1"),
+        ("die", "none", 1, "was ended by SIGKILL"),
+        ("die", "none", 0, "was ended by SIGKILL"),
+        ("fail", "none", 1, "ended with exit code 1"),
+        ("fail", "fsdp", 1, "ended with exit code 1"),
     ],
 )
 def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
-    shards: Path, tmp_path: Path, what: str, parallelism: str, told: str
+    shards: Path, tmp_path: Path, what: str, parallelism: str, rank: int, told: str
 ) -> None:
     settings = {"save_every_seconds": 1e9, "eval_every": 100, "parallelism": parallelism}
-    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings, "what": what}
-    with pytest.raises(RunError, match=rf"rank 1 \(process \d+\) {told}"):
-        launch.run("tests.train.test_fsdp:troubled", task, 2)
-    assert newest_state(tmp_path)["step"] == 5
+    task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings, "what": what, "rank": rank}
+    with pytest.raises(RunError, match=rf"rank {rank} \(process \d+\) {told}"):
+        launch.run("tests.train.test_fsdp:troubled", task, 3)
+    assert newest_state(tmp_path / "out")["step"] == 5
+    if what == "die":
+        run(shards, tmp_path / "out", 2, **settings)
+        run(shards, tmp_path / "alone", 1, **settings)
+        losses = [[line["loss"] for line in lines(tmp_path / name, "loss")] for name in ("out", "alone")]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 # --- Ranks, each a thread: what they compute together is what one computes alone --------------------------------------

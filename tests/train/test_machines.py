@@ -18,8 +18,9 @@ from unittest.mock import ANY
 
 import pytest
 
+from bloomery.core.errors import RunError
+from bloomery.hw import copies
 from bloomery.hw.distributed import World
-from bloomery.train import launch
 from bloomery.train.state import Hook, State
 from tests.snippets import Shell
 from tests.train.made import lines, run, session, wait_for_steps
@@ -171,10 +172,19 @@ def trained(task: dict[str, Any], world: World) -> dict[str, Any]:
     return made.run()
 
 
-def everywhere(task: dict[str, Any], world: World) -> dict[str, Any]:
-    launch.SECONDS_OF_CACHES = 2.0
-    launch.check_machines(world, [Path(task["out"])])
-    return {}
+def apart(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session whose ranks hold parts of the weights, and read copies where their machine has its own disk."""
+    world = copies.with_receivers(world, Path(task["out"]))
+    copies.bring(world, Path(task["shards"]))
+    copies.bring(world, Path(task["out"]))
+    made = session(Path(task["shards"]), Path(task["out"]), world, **SETTINGS | {"parallelism": "fsdp"})
+    whole = made._hooks
+
+    def fail(state: State) -> None:
+        raise RunError("ends here")
+
+    made._hooks = lambda *how: [*whole(*how), Hook(lambda state: state.step == task["ends_at"], fail)]  # type: ignore[method-assign]
+    return made.run()
 
 
 def start(lab: Lab, function: str, task: dict[str, Any]) -> "subprocess.Popen[str]":
@@ -255,14 +265,21 @@ def ended(agent: "subprocess.Popen[bytes]") -> None:
         agent.wait()
 
 
-def test_a_machine_that_sees_another_disk_under_the_same_path_is_named(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_machine_with_its_own_disk_trains_with_copies_and_sends_its_parts_of_checkpoints(
+    lab: Lab, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "out").mkdir()
+    disk = tmp_path / "disk"
+    shutil.copytree(shards, disk / "shards")
+    (disk / "out").mkdir()
+    (tmp_path / "hosts").write_text("10.99.0.1\n10.99.0.2\n10.99.0.3\n")
     monkeypatch.setenv("OWN_DISK", "3")
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    process = start(lab, "tests.train.test_machines:everywhere", {"out": str(tmp_path / "out")})
-    code, told = finished(process)
-    assert code == 2
-    assert re.search(r"error: rank 2: \S+ does not see the first rank's folder \S+/out\n.*--runs", told), told
-    assert list((tmp_path / "out").iterdir()) == []
+    monkeypatch.setenv("OUT", str(disk))
+    for step, expected in ((STEP_OF_CUT, 2), (STEPS, 0)):  # the second attempt begins with an empty disk again
+        task = {"shards": str(disk / "shards"), "out": str(disk / "out"), "ends_at": STEP_OF_CUT * bool(expected)}
+        code, told = finished(start(lab, "tests.train.test_machines:apart", task))
+        assert code == expected, told
+        newest = max((disk / "out" / "checkpoints").iterdir())
+        parts = sorted(file.name[:11] for file in (newest / "training").iterdir())
+        assert (newest.name, parts) == (f"{step:09d}", ["shard-00001", "shard-00002", "shard-00003"])
+    assert not (disk / "out" / copies.COPIED).exists()
+    assert losses(disk / "out") == pytest.approx(alone(shards, tmp_path / "alone"), abs=1e-5)

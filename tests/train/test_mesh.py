@@ -510,7 +510,8 @@ def test_a_rank_that_reads_its_parts_allocates_no_more_than_these_and_a_tensor(b
     whole.initialize(0)
     weights = {name: weight.detach().bfloat16() for name, weight in whole.named_parameters()}
     own, model = fsdp.OwnParts(mesh, 3), on_meta(shape, ids)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         for name, weight in weights.items():
             own.take(model, name, weight, "float32", base)
     kept = sum(part.nbytes for part in own._parts.values())

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -71,6 +71,10 @@ class World:
     size: int = 1
     group: Any = field(default=None, compare=False)
     """Torch's handle of the connection. None: that which `joined` has opened."""
+    receivers: tuple[int, ...] = ()
+    """A rank of each machine that has its own disk, and so needs copies of the first rank's files: hw/copies.py."""
+    file_group: Any = field(default=None, compare=False)
+    """Torch's handle of the connection between the first rank and the receivers."""
 
     @classmethod
     def alone(cls) -> "World":
@@ -87,7 +91,28 @@ class World:
         if self.size == 1:
             return self
         with _together("connection"):
-            return replace(self, group=dist.new_group(backend="gloo"))
+            return replace(self, group=dist.new_group(backend="gloo")).with_receivers(self.receivers)
+
+    def with_receivers(self, receivers: Sequence[int]) -> "World":
+        """The same ranks with a new connection from the first one to those that receive its files."""
+        if not receivers:
+            return self
+        with _together("connection"):
+            group = dist.new_group([0, *receivers], backend="gloo", timeout=SILENCE)
+        return replace(self, receivers=tuple(receivers), file_group=group)
+
+    def hand_over(self, piece: Tensor, source: int) -> None:
+        """
+        Copy bytes from `source` over those of the others in `file_group`: from the first rank to all receivers, or from
+        a receiver to the first rank. Other ranks only take note.
+        """
+        with _together("copy"):
+            if source == 0 and self.rank in (0, *self.receivers):
+                dist.broadcast(piece, 0, group=self.file_group)
+            elif source and self.rank == source:
+                dist.send(piece, 0, group=self.file_group)
+            elif source and self.is_first:
+                dist.recv(piece, source, group=self.file_group)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Put into a tensor its sum over all ranks, the same bits on each, and return it."""

@@ -9,6 +9,7 @@ Sources: the manual pages of srun (output environment variables) and of Open MPI
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,11 +177,36 @@ def busy() -> Iterator[None]:
         yield
         return
     note = Path(os.environ[BUSY])
-    note.touch()
+    note.write_text(os.environ.get("RANK", "0"), encoding="utf-8")
     try:
         yield
     finally:
         note.unlink(missing_ok=True)
+
+
+FIRST_DIED, TAKEN_OVER = "first-rank-died", "taken-over"
+"""Files in TASK_FOLDER: the process that started the ranks makes the first, and the rank that takes over the second."""
+SECONDS_TO_HEAR = 2.0
+
+
+def takes_over() -> bool:
+    """
+    Whether this rank does what the first one, which was killed, can do no more: one of the ranks that ask. Always false
+    under a launcher that does not say which rank has died.
+    """
+    if TASK_FOLDER not in os.environ:
+        return False
+    folder = Path(os.environ[TASK_FOLDER])
+    deadline = time.monotonic() + SECONDS_TO_HEAR
+    while not (folder / FIRST_DIED).exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(SECONDS_TO_HEAR / 40)
+    try:
+        (folder / TAKEN_OVER).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 CURE = "Start the command with torchrun, srun, mpirun or `bloomery run --hosts`, or unset WORLD_SIZE."

@@ -35,8 +35,8 @@ from bloomery.data.documents import is_held_out
 from bloomery.data.executor import Counts
 from bloomery.data.readers.bytes import ReadError
 from bloomery.evaluation.harness import last_number, marked_number
+from bloomery.hw import copies, launcher
 from bloomery.hw import device as devices
-from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.shards import build
@@ -519,5 +519,6 @@ class _Rows:
                     np.save(opened, sums, allow_pickle=False)
                 records.save(finished, {}, core_io.listed(rows, [file.name]))
             world.barrier()
+        copies.bring(world, training_run.out)
         reference = np.asarray(np.load(file, allow_pickle=False), np.float32)
         self.loss_function.table = PairTable(table.kinds, reference)

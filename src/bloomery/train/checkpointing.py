@@ -19,7 +19,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -29,8 +29,8 @@ from bloomery.core import native
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.log import info
 from bloomery.core.records import read_record
+from bloomery.hw import copies, kernel_selection
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu
@@ -146,6 +146,8 @@ class Checkpoints:
     """Whether data of another kind, which have another loss, begin among these samples of the run."""
     saver: Saver
     world: World
+    removes: bool = True
+    """Whether a save removes older ones that need not stay."""
     _saved: tuple[float, int] = (0.0, -1)
     """When, and of which step, the newest one was begun."""
     _whole: tuple[float, int] = (0.0, -1)
@@ -265,7 +267,7 @@ class Checkpoints:
         if sharded:
             self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
         (write, size), step = self.model_saver.copied(self.world), state.step
-        doubtful, passed_over = state.guard.in_a_row > 0, self._passed_over
+        doubtful, passed_over = state.guard.in_a_row > 0 or not self.removes, self._passed_over
         good = self.goals(state.step) and not doubtful
         with self._company.alike():  # moments in 8 bits are decoded, for which memory may be too small
             training = self.optimizers.state(checkpoint.as_part)
@@ -286,15 +288,22 @@ class Checkpoints:
         """
         Save the newest step when another rank is gone: no other will save it. Ranks lose each other before an update
         or after the hooks, so that the weights are those of `state.step`; after skipped steps older ones are better.
-        Parts of weights that are gone cannot be saved.
+        Parts of weights that are gone cannot be saved. A rank that is not the first removes no older checkpoint,
+        because it does not know which have the best weights.
         """
-        if self.world.is_first and not state.guard.in_a_row and not collectives.is_sharded(self.model):
+        if state.guard.in_a_row or collectives.is_sharded(self.model):
+            return
+        if self.world.is_first:
             self.save(state, before)
             self.wait()
+        elif all(int(folder.name) < state.step for folder in checkpoint.folders(self.root)):
+            with Saver(self.root, self.saver.keep) as saver:
+                replace(self, world=World.alone(), saver=saver, removes=False).save(state, before)
 
     def take_weights(self, step: int) -> None:
         """Take up the weights of an earlier step, to be left. Raises CheckpointError where they are gone or damaged."""
         folder = self.root / f"{step:09d}"
+        copies.bring(self.world, folder)
         if trouble := checkpoint.damage(folder):
             what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
             raise CheckpointError(what, where=str(folder), hint='Keep the last weights instead: finetune.keep="last".')

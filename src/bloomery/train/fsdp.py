@@ -8,10 +8,12 @@ that keep them. RULES of train/sharding_rules.py say what belongs together and a
 of a mesh. The model itself knows nothing of it.
 """
 
+import importlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
@@ -155,13 +157,14 @@ def shard(
         policy: dict[str, Any] = {} if as_it_is else {"mp_policy": mixed}
         if unit == "head" or mesh.zero_stage < 3:  # the loss reads the head after the forward pass
             policy["reshard_after_forward"] = False
-        sharded: Any = fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=devices[data] if len(devices.mesh_dim_names or ()) > 1 else devices,
-            shard_placement_fn=lambda weight: Shard(dims[weight]),
-            offload_policy=kept,
-            **policy,
-        )
+        with _codes_without_gradients():
+            sharded: Any = fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=devices[data] if len(devices.mesh_dim_names or ()) > 1 else devices,
+                shard_placement_fn=lambda weight: Shard(dims[weight]),
+                offload_policy=kept,
+                **policy,
+            )
         for module in sharded if isinstance(sharded, list) else [sharded]:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -184,6 +187,27 @@ def shard(
             take(model, full if world.is_first else None)
         else:
             own.fill(model, full)
+
+
+@contextmanager
+def _codes_without_gradients() -> Iterator[None]:
+    """
+    Within the block, FSDP2 may cut parameters of integers. torch 2.11 makes each part as a parameter with gradients at
+    first, which integers cannot have; from 2.12 on nothing is changed.
+    """
+    if torch.__version__ >= "2.12":  # compared as versions
+        yield
+        return
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    module.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    try:
+        yield
+    finally:
+        module.nn = nn
 
 
 def _make_room(model: Transformer, parts: torch.device | str, kind: torch.device) -> None:

@@ -9,7 +9,6 @@ ends. A process that trains alone does not come here.
 """
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -24,21 +23,25 @@ from typing_extensions import TypedDict
 
 from bloomery.core import errors
 from bloomery.core import io as core_io
-from bloomery.core.config import build, plain
+from bloomery.core.config import build, is_of_hub, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console, lent_terminal
 from bloomery.core.pipeline import resolve, versions
 from bloomery.core.records import read_record
 from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
-from bloomery.hw import distributed, launcher
+from bloomery.hw import copies, distributed, launcher
 from bloomery.hw.distributed import RankLostError, World
 from bloomery.train.config import Training
+from bloomery.weights import hf
+from bloomery.weights.locate import locate_model
+from bloomery.weights.opened import is_adapter
 
 SECONDS_BETWEEN_LOOKS = 0.05
-SECONDS_OF_CACHES = 65.0
-"""How long NFS may say that a new file is not there, with its usual settings."""
 GRACE_SECONDS = 60.0
 """How long others may take to come to where ranks meet, after one has ended in error; longer where one is busy."""
+
+BUSY = "busy"
+"""The file in which a rank that saves says so."""
 
 RANK = """
 import sys
@@ -100,46 +103,52 @@ def stage(function: str, config: Training, inputs: Mapping[str, Path], out: Path
 
 def stage_on_rank(task: Mapping[str, Any], world: World) -> Answer:
     """What each rank does for `stage`."""
-    check_machines(world, [Path(task["out"]), *map(Path, task["inputs"].values())])
+    check_versions(world)
     config = build(resolve(task["config_class"]), dict(task["config"]))
-    inputs = {name: Path(folder) for name, folder in task["inputs"].items()}
-    return dict(resolve(task["function"])(config, inputs, Path(task["out"]), world))
+    inputs, out = {name: Path(folder) for name, folder in task["inputs"].items()}, Path(task["out"])
+    world = copies.with_receivers(world, out)
+    if world.receivers:
+        config = _brought(world, config, inputs, out)
+    return dict(resolve(task["function"])(config, inputs, out, world))
 
 
-def check_machines(world: World, folders: Sequence[Path]) -> None:
-    """
-    Raises RunError, on all ranks, where a machine has other versions of Bloomery or torch than the first. It is also
-    raised where a machine does not see the first one's folders: the same path on another disk is another folder. Ranks
-    of one machine are not asked.
-    """
+def check_versions(world: World) -> None:
+    """Raises RunError, on all ranks, where a machine has other versions of Bloomery or torch than the first."""
     if world.size == distributed.ranks_here(world):
         return
-    host = socket.gethostname()
     installed = versions()
     facts = {name: installed.get(name) for name in ("bloomery", "torch")}
-    first = world.broadcast({"facts": facts, "mark": secrets.token_hex(8)})
-    mark = folders[0] / f".{first['mark']}{core_io.PARTIAL}"
+    first = world.broadcast(facts)
     with world.alike():
-        if facts != first["facts"]:
-            what = f"{host} has {facts}, but the machine of the first rank has {first['facts']}"
+        if facts != first:
+            what = f"{socket.gethostname()} has {facts}, but the machine of the first rank has {first}"
             raise RunError(what, where=f"rank {world.rank}", hint="Install the same versions on all machines.")
-        if world.is_first:
-            mark.touch()
-    try:
-        with world.alike():
-            deadline = time.monotonic() + SECONDS_OF_CACHES
-            unseen = [folder for folder in folders if not folder.is_dir()]
-            while not mark.exists() and not unseen and time.monotonic() < deadline:
-                os.listdir(mark.parent)  # makes NFS ask its server again
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            if unseen or not mark.exists():
-                folder = (unseen or folders)[0]
-                what = f"{host} does not see the first rank's folder {folder}"
-                hint = "Put runs on a file system that all machines share, such as NFS: --runs /shared/runs"
-                raise RunError(what, where=f"rank {world.rank}", hint=hint)
-    finally:
-        if world.is_first:
-            mark.unlink(missing_ok=True)
+
+
+MODEL_FILES = ("start_from", "hellaswag")
+"""Settings that name a file or folder which every rank reads."""
+
+
+def _brought(world: World, config: Training, inputs: Mapping[str, Path], out: Path) -> Training:
+    """Copy what ranks read to machines with disks of their own. Returns the settings with the paths of copies."""
+    with world.alike():
+        named = {name: str(path) for name, path in _named(config).items()} if world.is_first else {}
+    named = world.broadcast(named)
+    folders = [*inputs.values(), out, *map(Path, named.values())]
+    with world.alike():
+        models = [one for folder in folders for one in (folder, folder / "model")] if world.is_first else []
+        bases = [str(hf.base_of(one).absolute()) for one in models if is_adapter(one)]
+    for folder in dict.fromkeys([*folders, *map(Path, world.broadcast(bases))]):
+        copies.bring(world, folder)
+    known = {name: Path(path) for name, path in named.items()}
+    return config if world.is_first else config.model_copy(update=known)
+
+
+def _named(config: Training) -> dict[str, Path]:
+    """The local models and files that settings name, as absolute paths."""
+    paths = {name: getattr(config, name, None) for name in MODEL_FILES}
+    local = {name: path.expanduser() for name, path in paths.items() if path is not None and not is_of_hub(path)}
+    return {name: (locate_model(path) if name == MODEL_FILES[0] else path).absolute() for name, path in local.items()}
 
 
 def by_first_process(work: Callable[[], None]) -> None:
@@ -222,7 +231,7 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         launcher.TASK_FOLDER: str(folder),
-        launcher.BUSY: str(folder / "busy"),
+        launcher.BUSY: str(folder / BUSY),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     command = [sys.executable, "-c", RANK, str(os.getpid()), str(folder)]
@@ -271,8 +280,9 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     def may_go_on() -> bool:
         if stop.asked and _ended_before_start(processes, folder):
             return False  # those that started wait for it, deaf to signals, and have trained nothing
-        busy = processes[0].poll() is None and (folder / "busy").exists()
-        return time.monotonic() < deadline + busy * launcher.BUSY_SECONDS
+        if (processes[0].poll() or 0) < 0:
+            (folder / launcher.FIRST_DIED).touch()
+        return time.monotonic() < deadline + _is_saving(processes, folder) * launcher.BUSY_SECONDS
 
     _wait(processes, stop, may_go_on)
     codes = [process.poll() for process in processes]
@@ -293,6 +303,15 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
         raise min(failures, key=lambda failure: _how_far(*failure))[0]
     stop.check()
+
+
+def _is_saving(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> bool:
+    """Whether a rank that runs saves what others would lose."""
+    try:
+        rank = (folder / BUSY).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return rank.isdecimal() and processes[int(rank)].poll() is None
 
 
 def _how_far(error: BloomeryError, is_fault: bool) -> int:

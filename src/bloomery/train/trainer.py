@@ -401,10 +401,19 @@ class TrainingRun:
         self._checkpoints.save(state, before=recorder.metrics.sync)
 
     def _rescue(self, state: State, error: Exception, recorder: MetricsLogger) -> None:
-        """Save the last finished step before an error is raised. In the midst of an update, weights are of no step."""
-        if self.world.is_first and (recorder.timer.before_update or isinstance(error, RankLostError)):
+        """
+        Save the last finished step before an error is raised. In the midst of an update, weights are of no step. If the
+        first rank was killed, another one with all weights saves.
+        """
+        lost = isinstance(error, RankLostError)
+        if lost or recorder.timer.before_update if self.world.is_first else lost and self._takes_over(state):
             with launcher.busy():
                 self._checkpoints.rescue(state, before=recorder.metrics.sync)
+
+    def _takes_over(self, state: State) -> bool:
+        """Whether this rank saves in place of the first, which may have logged no step after the last that is due."""
+        state.logged = state.step - state.step % self.config.log_every
+        return not self._sharded and launcher.takes_over()
 
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:

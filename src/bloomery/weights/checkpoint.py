@@ -42,6 +42,7 @@ from bloomery.core.errors import CheckpointError, RunError, shorten
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
+from bloomery.hw import copies
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import RankLostError, World
 from bloomery.weights.safetensors import STEP_FOLDER, check_header
@@ -295,8 +296,14 @@ def save(
             root.mkdir(parents=True, exist_ok=True)
             check_space(folder, model_bytes + size_bytes(training))
             partial.mkdir()
+        elif world.rank in world.receivers:
+            core_io.remove_path(partial)
     with _part(folder, world):
         write(partial / TRAINING, training, world)
+    with _part(folder, world):
+        copies.collect(world, partial / TRAINING)
+        if world.rank in world.receivers:
+            core_io.remove_path(partial)
     with _part(folder, world):  # the folder takes its name only when no rank writes into it any more
         if world.is_first:
             write_model(partial)
@@ -381,7 +388,7 @@ class Saver:
     """
 
     def __init__(self, root: Path, keep: RetentionPolicy, world: World | None = None) -> None:
-        self._root, self._keep = root, keep
+        self._root, self.keep = root, keep
         self._world = world or World.alone()
         self._apart = self._world.apart()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
@@ -415,7 +422,7 @@ class Saver:
             write_model,
             copied,
             dict(state),
-            keep=self._keep,
+            keep=self.keep,
             environment=environment,
             model_bytes=model_bytes,
             standing=standing,
@@ -462,6 +469,8 @@ def newest(
     if name is None:
         return None
     folder = root / name
+    copies.bring(world, folder)
+    copies.drop_others(world, folder)
     for file in sorted(_training_files(folder)):
         check_header(folder / file, f"Remove {folder}: the run resumes from the checkpoint before it.")
     if (folder / OLD_TRAINING).is_file():
