@@ -41,7 +41,7 @@ class SamplingOptions(TypedDict, total=False):
     """How tokens are sampled, in the names and limits of OpenAI's chat completions."""
 
     max_tokens: int
-    """Maximum length of the answer in tokens. Default: 256."""
+    """Maximum length of the answer in tokens. Default: 4,096 if the context allows, and 256 to continue a text."""
     temperature: float
     """From 0 (the most likely token) to 2. Default: 0.7."""
     top_k: int

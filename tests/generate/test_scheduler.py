@@ -241,6 +241,7 @@ def test_what_can_never_fit_is_refused_and_what_does_not_fit_now_waits(pack: boo
     with Scheduler(on, memory_bytes=pages * page) as scheduler:
         with pytest.raises(DataError, match=f"may take memory for {32 * pages + 1} tokens, but it holds {32 * pages}"):
             scheduler.submit(Request(prompt(length, 1), SamplingConfig(max_tokens=answer + 1)))
+        assert scheduler.longest_answer(length) == answer
         requests = [Request(prompt(length, seed), SamplingConfig(max_tokens=answer, seed=seed)) for seed in range(3)]
         tickets = [scheduler.submit(request) for request in requests]
         assert [ids_of(ticket) for ticket in tickets] == [alone(on, request) for request in requests]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.core.chat import Message, SamplingConfig
+from bloomery.core.chat import LONGEST_ANSWER, Message, SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.generate.scheduler import Request, Ticket, Token
 from bloomery.serve.chat_model import Asked, ModelWords, StoppedError, TextAnswerer, derived_seed
@@ -26,6 +26,9 @@ class ByteScheduler:
         self.said = 0
 
     is_busy = False
+
+    def longest_answer(self, prompt_tokens: int) -> int:
+        return 1000 - prompt_tokens
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         self.asked = request
@@ -210,6 +213,19 @@ def test_sampling_reaches_the_scheduler() -> None:
     sampling = SamplingConfig(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=5)
     list(model.answer(ASK, sampling).pieces)
     assert scheduler.asked == Request([*b"?"], sampling, frozenset({END}))
+
+
+@pytest.mark.parametrize(("held", "longest"), [(10**6, LONGEST_ANSWER), (700, 700)])
+def test_an_answer_without_a_limit_may_fill_what_context_and_memory_allow(
+    monkeypatch: pytest.MonkeyPatch, held: int, longest: int
+) -> None:
+    model, scheduler = answerer([END])
+    monkeypatch.setattr(scheduler, "longest_answer", lambda prompt_tokens: held)
+    list(model.answer(ASK, SamplingConfig.of({"seed": 5})).pieces)
+    assert scheduler.asked is not None
+    assert scheduler.asked.sampling.max_tokens == longest
+    list(model.continuation("?", SamplingConfig.of({})).pieces)
+    assert scheduler.asked.sampling.max_tokens == SamplingConfig().max_tokens
 
 
 def test_what_stands_before_every_answer_is_not_shown_and_stands_in_a_prompt_that_begins_one() -> None:

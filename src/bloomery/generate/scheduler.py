@@ -411,6 +411,13 @@ class Scheduler:
         """Whether requests are computed or wait."""
         return bool(self._waiting or self._running)
 
+    def longest_answer(self, prompt_tokens: int) -> int:
+        """How many tokens may follow a prompt, by the context and by the memory for one request."""
+        room, held = self.engine.context - prompt_tokens, self.num_pages * PAGE
+        while room > 1 and (excess := self._steps.needed(prompt_tokens, room) - held) > 0:
+            room = max(1, room - excess)
+        return room
+
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         """
         Get a request in line. `notify` is called by the scheduler's thread after each token and at the end; it must

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.chat import MAX_TOKENS, Message, SamplingConfig
+from bloomery.core.chat import LONGEST_ANSWER, MAX_TOKENS, Message, SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.generate.engine import Engine
 from bloomery.generate.scheduler import Request, Ticket, Timings
@@ -234,6 +234,8 @@ class TextCoder(Protocol):
 class SchedulerProtocol(Protocol):
     """Computes requests side by side, each as a stream of tokens."""
 
+    def longest_answer(self, prompt_tokens: int) -> int: ...
+
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket: ...
 
     @property
@@ -316,10 +318,15 @@ class TextAnswerer:
 
     def _prepared(self, asked: Asked) -> "_Prepared":
         sampling = asked.sampling.recommended(self.words.recommended)
-        asked = replace(asked, sampling=sampling)
         if asked.messages or not asked.prompts:
+            is_open = "max_tokens" in asked.sampling.unset
+            asked = replace(asked, sampling=replace(sampling, max_tokens=LONGEST_ANSWER) if is_open else sampling)
             ids, dropped = self.conversation_ids(asked)
+            if is_open:
+                longest = min(LONGEST_ANSWER, self._scheduler.longest_answer(len(ids)))
+                asked = replace(asked, sampling=replace(sampling, max_tokens=longest))
             return _Prepared(self, asked, (_Prompt(ids),), self._renderer(asked).end_ids, dropped)
+        asked = replace(asked, sampling=sampling)
         prompts = []
         for number, prompt in enumerate(asked.prompts):
             if asked.is_stopped():
