@@ -1,6 +1,5 @@
 """Copies of files on other machines. Here each rank has a folder that stands for the disk of its machine."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.core import copied
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.hw import copies
 from bloomery.hw.distributed import World
@@ -24,8 +24,17 @@ def fill(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != copies.COPIED)
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".copied.json"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+FILL = copies._Giving.fill
+
+
+def failing(giving: Any, name: str, piece: memoryview) -> None:
+    if name == "a.bin":
+        raise RunError("cannot be read: Input/output error", where=name)
+    FILL(giving, name, piece)
 
 
 def steps(task: dict[str, Any], world: World) -> dict[str, Any]:
@@ -34,12 +43,17 @@ def steps(task: dict[str, Any], world: World) -> dict[str, Any]:
     world = world.with_receivers([1, 2])
     own = Path(task["disks"]) / str(world.rank) / "run"
     errors: list[str] = []
+    monkey = pytest.MonkeyPatch()
     for function, name in task["do"]:
         try:
             if function == "change" and world.is_first:
                 (own / name).write_bytes(b"new")
             elif function == "remove" and world.is_first:
                 (own / name).unlink()
+            elif function == "fail":
+                monkey.setattr(copies._Giving, "fill", failing if world.is_first else FILL)
+            elif function == "mend":
+                monkey.undo()
             elif function == "spoil" and world.rank == 2:
                 (own / name).write_bytes(b"mine")
             elif function == "write":
@@ -92,6 +106,48 @@ def test_what_is_there_already_is_not_copied_and_what_differs_stays_and_is_named
         assert contents(disks / "2" / "run") == FILES | {"a.bin": bad}
 
 
+def test_no_file_gets_its_name_where_reading_the_originals_failed(disks: Path) -> None:
+    """Also not those that were read well: the next attempt copies them."""
+    do = [("fail", ""), ("bring", ""), ("mend", ""), ("bring", "")]
+    errors = done(disks, do)
+    assert all("Input/output error" in told for (told,) in errors)
+    assert [contents(disks / rank / "run") for rank in "12"] == [FILES, FILES]
+
+
+@pytest.mark.slow
+def test_what_was_copied_before_an_interrupt_may_change_on_the_first_machine(disks: Path) -> None:
+    do = [("bring", ""), ("change", "a.bin"), ("bring", ""), ("change", "deep/b.json"), ("bring", "")]
+    assert done(disks, do) == [[], [], []]
+    assert [contents(disks / rank / "run") for rank in "12"] == [contents(disks / "0" / "run")] * 2
+
+
+@pytest.mark.slow
+def test_dead_links_and_copies_that_somebody_removed_do_no_harm(disks: Path) -> None:
+    (disks / "0" / "run" / "dead.json").symlink_to("nowhere")
+    assert done(disks, [("bring", "")]) == [[], [], []]
+    (disks / "1" / "run" / "a.bin").unlink()
+    (disks / "0" / "run" / "empty").unlink()
+    (disks / "2" / "run" / "empty").unlink()
+    assert done(disks, [("bring", "")]) == [[], [], []]
+    assert [contents(disks / rank / "run") for rank in "12"] == [contents(disks / "0" / "run")] * 2
+
+
+@pytest.mark.slow
+def test_times_that_a_disk_keeps_in_seconds_are_no_change(disks: Path) -> None:
+    assert done(disks, [("bring", "")]) == [[], [], []]
+    own, original = disks / "1" / "run", disks / "0" / "run" / "a.bin"
+    record = copied.read(own)
+    os.utime(own / "a.bin", ns=(0, record["files"]["a.bin"][2] // 10**9 * 10**9))
+    record["files"]["a.bin"][2] = (own / "a.bin").stat().st_mtime_ns
+    copied.write(own, record)
+    inode = (own / "a.bin").stat().st_ino
+    assert done(disks, [("bring", "")]) == [[], [], []]
+    assert (own / "a.bin").stat().st_ino == inode
+    original.write_bytes(b"new")
+    assert done(disks, [("bring", "")]) == [[], [], []]
+    assert (own / "a.bin").read_bytes() == b"new"
+
+
 def test_a_copy_that_was_changed_is_not_replaced(disks: Path) -> None:
     errors = done(disks, [("bring", ""), ("spoil", "deep/b.json"), ("change", "deep/b.json"), ("bring", "")])
     assert all("deep/b.json" in told for (told,) in errors)
@@ -102,6 +158,9 @@ def test_a_copy_that_was_changed_is_not_replaced(disks: Path) -> None:
 def test_a_single_file_is_copied_too(disks: Path) -> None:
     assert done(disks, [("bring", "a.bin")]) == [[], [], []]
     assert [contents(disks / rank / "run") for rank in "12"] == [{"a.bin": FILES["a.bin"]}] * 2
+    (disks / "0" / "run" / "a.bin").write_bytes(b"new")
+    assert done(disks, [("bring", "a.bin")]) == [[], [], []]
+    assert [contents(disks / rank / "run") for rank in "12"] == [{"a.bin": b"new"}] * 2
 
 
 @pytest.mark.slow
@@ -110,7 +169,8 @@ def test_earlier_checkpoints_go_when_a_newer_one_was_copied(disks: Path) -> None
     fill(disks / "2" / "run" / "checkpoints", {"000000009/state.json": b"9"})  # of nobody's making
     do = [("bring", "checkpoints/000000001"), ("bring", "checkpoints/000000002"), ("drop", "checkpoints/000000002")]
     assert done(disks, do) == [[], [], []]
-    there = {rank: sorted(one.name for one in (disks / rank / "run" / "checkpoints").iterdir()) for rank in "012"}
+    roots = {rank: disks / rank / "run" / "checkpoints" for rank in "012"}
+    there = {rank: sorted(one.name for one in root.iterdir() if one.is_dir()) for rank, root in roots.items()}
     assert there == {"0": ["000000001", "000000002"], "1": ["000000002"], "2": ["000000002", "000000009"]}
 
 
@@ -137,10 +197,16 @@ def test_too_little_room_is_named_with_both_numbers(disks: Path, monkeypatch: py
         copies._check_room(disks, 3000)
 
 
-def test_a_folder_of_copies_is_refused_on_the_first_machine(disks: Path) -> None:
-    (disks / copies.COPIED).write_text(json.dumps({"host": "gpu07", "files": {}}))
-    with pytest.raises(RunError, match=r"copies of files on gpu07.*\n.*Make gpu07 the first machine"):
-        copies.check_original(disks)
+def test_a_folder_of_copies_is_refused_until_no_copy_is_left_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fill(folder, {"a.bin": b"abc"})
+    size, modified = copied.facts(folder / "a.bin")
+    copied.check_original(folder)
+    copied.write(folder, {"host": "gpu07", "files": {"a.bin": [size, 5, modified]}})
+    with pytest.raises(RunError, match=r"copies of files on gpu07.*\n.*list gpu07 first"):
+        copied.check_original(folder)
+    (folder / "a.bin").unlink()
+    copied.check_original(folder)
 
 
 @pytest.mark.parametrize(

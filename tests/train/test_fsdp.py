@@ -505,13 +505,14 @@ def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
     whole = run._hooks
 
     def happen(state: State) -> None:
-        if task["what"] == "die":
+        if task["what"].startswith("die"):
             os.kill(os.getpid(), signal.SIGKILL)
         raise ZeroDivisionError("odd")
 
     def hooks(*args: Any) -> list[Hook]:
         hook = Hook(lambda state: state.step == 5 and world.rank == task["rank"], happen, "happen")
-        return [hook, *whole(*args)] if task["settings"]["parallelism"] == "fsdp" else [*whole(*args), hook]
+        first = task["settings"]["parallelism"] == "fsdp" or task["what"] == "die at once"
+        return [hook, *whole(*args)] if first else [*whole(*args), hook]
 
     run._hooks = hooks  # type: ignore[assignment, method-assign]
     return run.run()
@@ -540,6 +541,28 @@ def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
         run(shards, tmp_path / "alone", 1, **settings)
         losses = [[line["loss"] for line in lines(tmp_path / name, "loss")] for name in ("out", "alone")]
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_another_rank_saves_in_place_of_the_first_is_what_the_first_would_have_saved(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step to go back to. Older checkpoints stay, whatever was passed over. A lost line of metrics is told."""
+    settings = {"save_every_seconds": 1e9, "eval_every": 5, "parallelism": "none", "keep_last": 1}
+    out = tmp_path / "out"
+    run(shards, out, 2, **settings | {"save_every_seconds": 1e-9, "keep_last": 9, "steps": 4})
+    for folder in (out / "checkpoints").iterdir():
+        if folder.name > "000000000":
+            (folder / "state.json").write_text("{}")  # damaged
+    task = {"shards": str(shards), "out": str(out), "settings": settings, "what": "die at once", "rank": 0}
+    with pytest.raises(RunError, match=r"rank 0 \(process \d+\) was ended by SIGKILL"):
+        launch.run("tests.train.test_fsdp:troubled", task, 3)
+    there = {folder.name: checkpoint.damage(folder) == "" for folder in checkpoint.folders(out / "checkpoints")}
+    assert [name for name, whole in there.items() if whole] == ["000000000", "000000005"]
+    assert checkpoint.is_goal(out / "checkpoints" / "000000005")
+    run(shards, out, 1, **settings)
+    assert "metrics.jsonl has lost the steps after 4" in capsys.readouterr().err
+    assert newest_state(out)["step"] == 9
 
 
 # --- Ranks, each a thread: what they compute together is what one computes alone --------------------------------------

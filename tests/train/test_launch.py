@@ -47,6 +47,8 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
         time.sleep(0 if world.rank else 2)
         raise Terminated
     world.barrier()
+    if world.rank == 1 and task["do"] == "freeze at the end":
+        os.kill(os.getpid(), signal.SIGSTOP)
     return {"size": world.size}
 
 
@@ -87,6 +89,14 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
     assert time.monotonic() - began < 200
+
+
+@pytest.mark.slow
+def test_a_rank_that_freezes_when_the_work_is_done_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
+    task = {"do": "freeze at the end", "folder": str(tmp_path)}
+    assert launch.run("tests.train.test_launch:act", task, ranks=2) == {"size": 2}
+    assert ranks_left(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, keep_weights
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights import checkpoint, hf
@@ -156,14 +156,18 @@ def batch(rows: int, tokens: int = T) -> Batch:
     return Batch(ids[:, :-1], targets, places, np.zeros_like(places), np.arange(rows))
 
 
-def learned(model: Transformer, other: str, rows: int, world: World) -> dict[str, Any]:
+def learned(
+    model: Transformer, other: str, rows: int, world: World, number_type: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, Any]:
     """Losses, gradient norms and norms of changes of clipped steps, of two sequences at once."""
+    precision = on_cpu(number_type)
     optimizer, steps = OPTIMIZERS.get(other, OPTIMIZERS["adamw"]), FEW if other else STEPS
-    optimizers, norms = Optimizers(model, optimizer, torch.float32, world=world), Norms(model, every=steps)
+    optimizers = Optimizers(model, optimizer, torch.float32, seed=seed, world=world)
+    norms = Norms(model, every=steps)
     told: dict[str, Any] = {"losses": [], "norms": []}
     given = batch(rows, UNEVEN if other == "uneven tokens" else T)
     for step in range(1, steps + 1):
-        told["losses"].append(accumulate_gradients(model, given, 2, on_cpu(), world=world).loss)
+        told["losses"].append(accumulate_gradients(model, given, 2, precision, world=world).loss)
         norm = gradient_norm(gradients(model))
         told["norms"].append(float(norm))
         norms.before_update(step)
@@ -205,17 +209,17 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes["all-reduce"] += 2 * size * (count - 1) / count
 
 
-def received(model: Transformer, rows: int, world: World) -> dict[str, float]:
+def received(model: Transformer, rows: int, world: World, number_type: torch.dtype = torch.float32) -> dict[str, float]:
     """By a rank in the gradients of a step whose tokens all count."""
     whole = batch(rows)
     with Received() as bytes_by_collective:
-        accumulate_gradients(model, replace(whole, targets=whole.ids), 2, on_cpu(), world=world)
+        accumulate_gradients(model, replace(whole, targets=whole.ids), 2, on_cpu(number_type), world=world)
     model.zero_grad()
     counted: dict[str, float] = bytes_by_collective.bytes
     return counted
 
 
-def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh) -> dict[str, float]:
+def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh, **settings: Any) -> dict[str, float]:
     """What the plan says of it."""
     model = ModelConfig(**SHAPE | {"num_layers": layers, "context_length": T})
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "optimizer": AdamW(), "rows_per_step": rows, "rows": 2}
@@ -224,8 +228,7 @@ def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh) -> dict
         mesh=mesh,
         lora=METHODS[method],
         activation_checkpointing=LEVELS.get(other, "none"),
-        matmul_bytes=4,
-        **sizes,
+        **{"matmul_bytes": 4, **sizes, **settings},
     )
     by_collective = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
     for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:
@@ -268,6 +271,65 @@ def test_every_mesh_learns_what_one_device_learns(ranks: int) -> None:
             bytes_of_plan = planned(method, other, layers, rows, of_axes(axes, other))
             assert told["received"] == pytest.approx(bytes_of_plan, rel=0.02, abs=100), (method, other, axes)
         assert max(told["held"]) * axes[1] * axes[2] < 1.25 * held  # tp does not cut norms and some adapters
+
+
+HALVED: list[Case] = [
+    *(("full", "", axes) for axes in MESHES[4]),
+    *(("full", other, (1, 2, 2)) for other in ("tied", "muon", "lion", "ademamix", "adamw8bit", "all biases")),
+    ("full", "pairs of heads", (1, 4, 1)),
+    ("full", "ZeRO 1", (2, 2, 1)),
+    ("full", "ZeRO 2", (2, 2, 1)),
+]
+
+
+def halved(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """
+    What all weights learn in bfloat16, over a mesh and in one process. Also how alike the ways are that they take, and
+    how alike those of two processes whose random bits differ.
+    """
+    torch.set_num_threads(1)
+    found = {}
+    for method, other, axes in HALVED:
+        layers, rows = size(method, other, axes)
+        told: list[Any] = []
+        for company, seed in ((world, 0), (World.alone(), 0), (World.alone(), 1)):
+            model, start = made(method, other, layers), made(method, other, layers)
+            if company.size > 1:
+                fsdp.keep_weights(model, "bfloat16")
+                fsdp.shard(model, world, processor(torch.bfloat16), of_axes(axes, other))
+            else:
+                keep_weights(model, "bfloat16")
+            formats = sorted({str(one.dtype) for one in model.parameters()})
+            said = learned(model, other, rows, company, torch.bfloat16, seed) | {"formats": formats}
+            pairs = zip(model.parameters(), start.parameters(), strict=True)
+            way = torch.cat([(collectives.whole(now).float() - before).flatten() for now, before in pairs])
+            told.append(said | {"way": way.detach()})
+            if company.size > 1 and other == "":
+                said["received"] = received(model, rows, world, torch.bfloat16)
+                told[0] |= said
+        over, alone, another = (one.pop("way") for one in told)
+        alike = [float(torch.cosine_similarity(one, alone, dim=0)) for one in (over, another)]
+        found[f"{other} {axes}"] = [*told[:2], alike]
+    return found
+
+
+@pytest.mark.slow
+def test_weights_in_bfloat16_learn_over_every_mesh_what_they_learn_on_one_device() -> None:
+    """Up to the random bits of their rounding, which each part has of its own."""
+    found = launch.run("tests.train.test_mesh:halved", {}, 4)
+    assert len(found) == len(HALVED)
+    for method, other, axes in HALVED:
+        over, alone, (cosine, usual) = found[f"{other} {axes}"]
+        assert over["formats"] == ["torch.bfloat16", "torch.float32"]
+        assert over["losses"] == pytest.approx(alone["losses"], rel=2e-3), (other, axes)
+        assert over["norms"] == pytest.approx(alone["norms"], rel=2e-2), (other, axes)
+        assert cosine > usual - 0.02, (other, axes)
+        if "received" in over:
+            layers, rows = size(method, other, axes)
+            bytes_of_plan = planned(
+                method, other, layers, rows, of_axes(axes, other), matmul_bytes=2, weight_dtype="bfloat16"
+            )
+            assert over["received"] == pytest.approx(bytes_of_plan, rel=0.02, abs=100), axes
 
 
 def compiled_over_tp(task: Mapping[str, Any], world: World) -> dict[str, Any]:

@@ -6,10 +6,10 @@ Copy the files that training reads to machines with disks of their own, and coll
                                          `collect` moves what they wrote to the machine of the first rank
 
 Whether a machine sees the folder of the first rank is asked once, with a file that the first rank makes. One rank of
-each machine with its own disk receives the copies (`World.receivers`).
+each other disk receives the copies (`World.receivers`).
 
 A copy has the modification time of its original. A file of the same size and time is not copied again. One of the same
-size alone is compared by sha256. COPIED, in each folder of copies, lists what they were when they were made. So `bring`
+size alone is compared by sha256. A record says what copies were when they were made: core/copied.py. So `bring`
 replaces only copies that have not changed since. Any other file that differs is an error, and stays as it is.
 """
 
@@ -19,23 +19,20 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from typing_extensions import TypedDict
-
+from bloomery.core import cache, copied
 from bloomery.core import io as core_io
+from bloomery.core.copied import CopyRecord
 from bloomery.core.errors import RunError
 from bloomery.core.log import doing, info
-from bloomery.core.records import read_record
 from bloomery.hw import distributed, launcher
 from bloomery.hw.distributed import World
 
-import torch
-
-COPIED = ".copied.json"
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_OF_CACHES = 65.0
 """How long NFS may say that a new file is not there, with its usual settings."""
@@ -43,69 +40,59 @@ LOCAL_KINDS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", 
 """File systems of one machine's disks: what another machine has made is not late there, but elsewhere."""
 CHUNK_BYTES = 16 * 2**20
 BYTES_BETWEEN_CHECKS = 2**30
-"""After so many, all ranks hear whether one of them has failed."""
-
+"""After so many, all ranks hear whether one of them has failed. Until then no copy has its name."""
 LEFT_OUT = ("checkpoints",)
 """Folders of a stage that are not copied with it. A checkpoint is copied when it is read."""
 
-Files = Mapping[str, Sequence[int]]
+FileFacts = Mapping[str, Sequence[int]]
 """Name below a folder ("" for the path itself) -> bytes, and modification time in nanoseconds."""
 
 
-class CopyRecord(TypedDict):
-    """What COPIED holds."""
-
-    host: str
-    """Where the originals are."""
-    files: dict[str, list[int]]
+def _every(name: str) -> bool:
+    return True
 
 
 # --- who has a disk of its own -------------------------------------------------------------------------------------
 
 
 def with_receivers(world: World, folder: Path) -> World:
-    """
-    The world, with one rank of each machine that does not see the first rank's `folder`. Raises RunError where that
-    folder holds copies itself: the newest checkpoints are then on another machine.
-    """
+    """The world, with one rank of each disk on which the first rank's `folder` is not. All ranks call it."""
     if world.size == distributed.ranks_here(world):
         return world
-    mark = folder / f".{world.broadcast(secrets.token_hex(8))}{core_io.PARTIAL}"
-    with world.alike():
-        if world.is_first:
-            check_original(folder)
-            mark.touch()
+    token = world.broadcast(secrets.token_hex(8))
+    marks = [folder / f".{token}.{rank}{core_io.PARTIAL}" for rank in range(world.size)]
+    process = launcher.launched()
+    is_leader = process is not None and process.local_rank == 0
     try:
-        process = launcher.launched()
-        is_leader = process is not None and process.local_rank == 0 and not world.is_first
         with world.alike():
-            sees = _sees(mark) if is_leader else True
-        seen = world.gather([sees, socket.gethostname()])
+            if world.is_first:
+                marks[0].touch()
+        with world.alike():
+            sees = _sees(marks[:1]) if is_leader and not world.is_first else True
+        without = [rank for rank, seen in enumerate(world.gather(sees)) if not seen]
+        with world.alike():
+            if not sees:
+                core_io.make_folder(folder)
+                marks[world.rank].touch()
+        with world.alike():  # machines may share a disk with each other, though not with the first
+            others = [marks[rank] for rank in without if rank < world.rank]
+            receives = not sees and not (others and _sees(others))
+        receiving = world.gather([receives, socket.gethostname()])
     finally:
-        if world.is_first:
-            mark.unlink(missing_ok=True)
-    receivers = [rank for rank, (sees, _) in enumerate(seen) if not sees]
+        marks[world.rank].unlink(missing_ok=True)
+    receivers = [rank for rank, (receives, _) in enumerate(receiving) if receives]
     if receivers:
-        hosts = ", ".join(seen[rank][1] for rank in receivers)
+        hosts = ", ".join(receiving[rank][1] for rank in receivers)
         info(f"  files are copied to {hosts}, where {folder} is on another disk")
     return world.with_receivers(receivers)
 
 
-def check_original(folder: Path) -> None:
-    """Raises RunError for a folder of copies."""
-    if (folder / COPIED).exists():
-        host = read_record(folder / COPIED, CopyRecord)["host"]
-        what = f"holds copies of files on {host}, where the newest checkpoints are"
-        hint = f"Make {host} the first machine. To train on from the copies instead, remove {folder / COPIED}."
-        raise RunError(what, where=str(folder), hint=hint)
-
-
-def _sees(mark: Path) -> bool:
-    """Whether a file that the first rank has made is there, or comes when caches of a network file system end."""
-    nearest = _nearest(mark.parent)
-    is_late = not (_is_local(nearest) or (mark.parent / COPIED).exists())
+def _sees(marks: Sequence[Path]) -> bool:
+    """Whether one of the files of other ranks is there, or comes when caches of a network file system end."""
+    nearest = _nearest(marks[0].parent)
+    is_late = not (_is_local(nearest) or copied.record_of(marks[0].parent).exists())
     deadline = time.monotonic() + is_late * SECONDS_OF_CACHES
-    while not (sees := mark.exists()) and time.monotonic() < deadline:
+    while not (sees := any(mark.exists() for mark in marks)) and time.monotonic() < deadline:
         os.listdir(nearest)  # makes NFS ask its server again
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return sees
@@ -131,28 +118,29 @@ def _is_local(folder: Path) -> bool:
 # --- to machines with a disk of their own ---------------------------------------------------------------------------
 
 
-def bring(world: World, path: Path) -> None:
+def bring(world: World, path: Path, keeps: Callable[[str], bool] = _every) -> None:
     """
-    Copy a file or folder of the first rank to each machine that has its own disk, but for folders in LEFT_OUT. Every
-    rank of `world` calls it. Raises RunError on all ranks where a machine has another file there, or no room.
+    Copy a file or folder of the first rank to each other disk, but for folders in LEFT_OUT and files whose names below
+    the folder `keeps` refuses. Every rank of `world` calls it. Raises RunError on all ranks where a machine has another
+    file there, or no room.
     """
     if not world.receivers:
         return
     host, receives = socket.gethostname(), world.rank in world.receivers
     with world.alike():
-        listed = _listed(path) if world.is_first else {}
-    files: Files = world.broadcast(listed)
+        listed = _listed(path, keeps) if world.is_first else {}
+    files: FileFacts = world.broadcast(listed)
     first_host: str = world.broadcast(host)
     with world.alike():
-        before = _copied(path) if receives else {}
-        missing, doubtful = _compared(path, files, before) if receives else ([], [])
+        record = copied.read(path) if receives else CopyRecord(host="", files={})
+        missing, doubtful = _compared(path, files, record) if receives else ([], [])
     doubts = sorted({name for names in world.gather(doubtful) for name in names})
     with world.alike():
-        hashes = {name: core_io.sha256_file(path / name) for name in doubts} if world.is_first else {}
+        hashes = {name: cache.sha256_of(path / name) for name in doubts} if world.is_first else {}
     originals = world.broadcast(hashes)
     with world.alike():
         for name in doubtful:
-            if core_io.sha256_file(path / name) != originals[name]:
+            if cache.sha256_of(path / name) != originals[name]:
                 raise _other_file(path / name)
     to_copy = sorted({name for names in world.gather(missing) for name in names})
     with world.alike():
@@ -163,48 +151,50 @@ def bring(world: World, path: Path) -> None:
         size = sum(files[name][0] for name in to_copy)
         info(f"  copying {path}: {len(to_copy):,} files, {size / 1e6:,.1f} MB")
         doing(f"copying {size / 1e6:,.1f} MB to other machines")
-    _transfer(world, 0, path, {name: files[name] for name in to_copy}, frozenset(missing))
     with world.alike():
-        if receives and "" not in files:
-            for name in before.keys() - files.keys():
-                if _facts(path / name) == before[name]:
+        if receives:
+            gone = [name for name in record["files"] if name not in files and keeps(name)]
+            for name in gone:
+                if copied.is_unchanged(path, name, record):
                     (path / name).unlink()
-            now = {name: list(files[name]) for name in files if name in missing or name in before}
-            core_io.write_json(path / COPIED, {"host": first_host, "files": now})
-    world.barrier()
+                del record["files"][name]
+            if gone:
+                copied.write(path, record)
+
+    def note(names: Mapping[str, Sequence[int]]) -> None:
+        record["host"] = first_host
+        for name, (size, modified) in names.items():
+            record["files"][name] = [size, modified, copied.facts(path / name)[1]]
+        copied.write(path, record)
+
+    _transfer(world, 0, path, {name: files[name] for name in to_copy}, frozenset(missing), note)
 
 
 def drop_others(world: World, folder: Path) -> None:
     """Remove the other folders of copies in the parent of one: earlier checkpoints."""
-    if world.rank in world.receivers:
-        for other in folder.parent.iterdir():
-            if other != folder and (other / COPIED).is_file():
-                core_io.remove_path(other)
+    with world.alike():
+        if world.rank in world.receivers:
+            for other in folder.parent.iterdir():
+                if other != folder and other.is_dir() and copied.record_of(other).is_file():
+                    core_io.remove_path(other)
+                    copied.record_of(other).unlink()
 
 
-def _listed(path: Path) -> dict[str, list[int]]:
+def _listed(path: Path, keeps: Callable[[str], bool] = _every) -> dict[str, list[int]]:
     """The files at or below a path of the first rank. Raises DataError as `core_io.below`."""
     if path.is_file():
-        return {"": _facts(path)}
-    names = sorted(file.relative_to(path).as_posix() for file in core_io.below(path, follow=True))
-    kept = (name for name in names if not any(_stays(one) for one in name.split("/")))
-    return {name: _facts(path / name) for name in kept}
+        return {"": copied.facts(path)}
+    there = (file for file in core_io.below(path, follow=True) if not core_io.dangling(file))
+    names = sorted(file.relative_to(path).as_posix() for file in there)
+    kept = (name for name in names if keeps(name) and not any(_stays(one) for one in name.split("/")))
+    return {name: copied.facts(path / name) for name in kept}
 
 
 def _stays(name: str) -> bool:
-    return name in LEFT_OUT or name == COPIED or name.endswith(core_io.PARTIAL)
+    return name in LEFT_OUT or name.endswith((core_io.PARTIAL, ".copied.json"))
 
 
-def _facts(file: Path) -> list[int]:
-    facts = file.stat()
-    return [facts.st_size, facts.st_mtime_ns]
-
-
-def _copied(folder: Path) -> dict[str, list[int]]:
-    return read_record(folder / COPIED, CopyRecord)["files"] if (folder / COPIED).is_file() else {}
-
-
-def _compared(path: Path, files: Files, before: Files) -> tuple[list[str], list[str]]:
+def _compared(path: Path, files: FileFacts, record: CopyRecord) -> tuple[list[str], list[str]]:
     """The names of files that are to be copied, and of those whose contents have to be compared."""
     missing, doubtful = list[str](), list[str]()
     for name, (size, modified) in files.items():
@@ -212,10 +202,10 @@ def _compared(path: Path, files: Files, before: Files) -> tuple[list[str], list[
         if not file.exists():
             missing.append(name)
             continue
-        there = _facts(file)
-        if there == [size, modified]:
+        there, was_copied = copied.facts(file), copied.is_unchanged(path, name, record)
+        if there == [size, modified] or (was_copied and record["files"][name][:2] == [size, modified]):
             continue
-        if there == before.get(name):
+        if was_copied:
             missing.append(name)
         elif there[0] == size:
             doubtful.append(name)
@@ -248,7 +238,7 @@ def collect(world: World, folder: Path) -> None:
     for receiver in world.receivers:
         with world.alike():
             listed = _listed(folder) if world.rank == receiver else {}
-        files: Files = world.gather(listed)[receiver]
+        files: FileFacts = world.gather(listed)[receiver]
         with world.alike():
             if world.is_first and (twice := next((name for name in files if (folder / name).exists()), None)):
                 raise RunError("two machines have written this file", where=str(folder / twice))
@@ -261,16 +251,32 @@ def collect(world: World, folder: Path) -> None:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def _transfer(world: World, source: int, path: Path, files: Files, names: Collection[str]) -> None:
+def _transfer(
+    world: World,
+    source: int,
+    path: Path,
+    files: FileFacts,
+    names: Collection[str],
+    note: Callable[[Mapping[str, Sequence[int]]], None] = lambda names: None,
+) -> None:
     """
     Send files at or below `path` from the rank `source` to each rank, which keeps those in `names`. A rank that fails
-    continues to exchange until all ranks hear of it.
+    continues to exchange until all ranks hear of it. Files get their names when all ranks have done well, and `note`
+    hears of them.
     """
     giving, taking = _Giving(path), _Taking(path, world.rank)
     buffer = bytearray(max(1, min(CHUNK_BYTES, max((size for size, _ in files.values()), default=0))))
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
     trouble: Exception | None = None
     unchecked = 0
+
+    def check() -> None:
+        with world.alike(), core_io.disk_errors(path):
+            if trouble is not None:
+                raise trouble
+        with world.alike(), core_io.disk_errors(path):
+            if done := taking.finish():
+                note(done)
+
     try:
         for name, facts, count, is_last in _pieces(files):
             piece = memoryview(buffer)[:count]
@@ -280,7 +286,7 @@ def _transfer(world: World, source: int, path: Path, files: Files, names: Collec
             except (OSError, RunError) as error:
                 trouble = error
             if count:
-                world.hand_over(tensor[:count], source)
+                world.hand_over(piece, source)
             try:
                 if name in names and trouble is None:
                     taking.write(name, piece, facts if is_last else None)
@@ -289,20 +295,14 @@ def _transfer(world: World, source: int, path: Path, files: Files, names: Collec
             unchecked += count
             if unchecked >= BYTES_BETWEEN_CHECKS:
                 unchecked = 0
-                _raise_alike(world, path, trouble)
-        _raise_alike(world, path, trouble)
+                check()
+        check()
     finally:
         giving.close()
         taking.close()
 
 
-def _raise_alike(world: World, folder: Path, trouble: Exception | None) -> None:
-    with world.alike(), core_io.disk_errors(folder):
-        if trouble is not None:
-            raise trouble
-
-
-def _pieces(files: Files) -> Iterator[tuple[str, Sequence[int], int, bool]]:
+def _pieces(files: FileFacts) -> Iterator[tuple[str, Sequence[int], int, bool]]:
     """Each piece of each file: name, facts of the file, bytes of the piece, and whether it is the last."""
     for name, facts in files.items():
         for start in range(0, max(facts[0], 1), CHUNK_BYTES):
@@ -325,8 +325,8 @@ class _Giving:
                 self.close()
                 self._name, self._file = name, (file := core_io.open_regular(path))
             count = file.readinto(piece)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise RunError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        except (OSError, ValueError) as error:
+            raise RunError(f"cannot be read: {error}", where=str(path)) from None
         if count < len(piece):
             raise RunError("became shorter while it was copied", where=str(path))
 
@@ -337,12 +337,13 @@ class _Giving:
 
 @dataclass
 class _Taking:
-    """Writes files piece by piece. Each has its name only when it is whole."""
+    """Writes files piece by piece, under other names until `finish`."""
 
     folder: Path
     rank: int
     _partial: Path | None = None
     _file: BinaryIO | None = None
+    _done: dict[str, tuple[Path, Sequence[int]]] = field(default_factory=dict)
 
     def write(self, name: str, piece: memoryview, last: Sequence[int] | None) -> None:
         """Add a piece; of the `last` one, the facts of the whole file."""
@@ -358,13 +359,24 @@ class _Taking:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            os.utime(self._partial, ns=(last[1], last[1]))
-            self._partial.replace(path)
+            self._done[name] = self._partial, last
             self._partial = self._file = None
 
+    def finish(self) -> dict[str, Sequence[int]]:
+        """Give the files that are whole their names, and return the facts of their originals."""
+        named: dict[str, Sequence[int]] = {}
+        for name, (partial, last) in self._done.items():
+            os.utime(partial, ns=(last[1], last[1]))
+            partial.replace(self.folder / name)
+            named[name] = last
+        self._done = {}
+        return named
+
     def close(self) -> None:
-        """Leave nothing of a file that is not whole."""
+        """Leave nothing of files without a name."""
         if self._file is not None:
-            self._file.close()
-        if self._partial is not None:
-            core_io.remove_path(self._partial)
+            with suppress(OSError):  # a full disk, of which the error is known
+                self._file.close()
+        for partial in [self._partial, *(partial for partial, _ in self._done.values())]:
+            if partial is not None:
+                core_io.remove_path(partial)

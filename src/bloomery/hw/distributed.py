@@ -101,18 +101,19 @@ class World:
             group = dist.new_group([0, *receivers], backend="gloo", timeout=SILENCE)
         return replace(self, receivers=tuple(receivers), file_group=group)
 
-    def hand_over(self, piece: Tensor, source: int) -> None:
+    def hand_over(self, piece: memoryview, source: int) -> None:
         """
         Copy bytes from `source` over those of the others in `file_group`: from the first rank to all receivers, or from
         a receiver to the first rank. Other ranks only take note.
         """
+        numbers = torch.frombuffer(piece, dtype=torch.uint8)
         with _together("copy"):
             if source == 0 and self.rank in (0, *self.receivers):
-                dist.broadcast(piece, 0, group=self.file_group)
+                dist.broadcast(numbers, 0, group=self.file_group)
             elif source and self.rank == source:
-                dist.send(piece, 0, group=self.file_group)
+                dist.send(numbers, 0, group=self.file_group)
             elif source and self.is_first:
-                dist.recv(piece, source, group=self.file_group)
+                dist.recv(numbers, source, group=self.file_group)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Put into a tensor its sum over all ranks, the same bits on each, and return it."""

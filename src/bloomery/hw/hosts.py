@@ -5,8 +5,7 @@ One command on several machines: ranks by ssh from a file of hosts, and scripts 
     bloomery launch RECIPE --on slurm    a script that another program starts
 
 A line of the file is `HOST` or `HOST slots=N`, as Open MPI has it: N ranks, by default 1. The first host has
-the first rank. The command, the folder and the interpreter have the same paths on every machine, and the run folder is
-on a file system that all of them see.
+the first rank. The command, the folder and the interpreter have the same paths on every machine.
 
 ssh hands no signal on. So each host reads its standard input. A line of JSON says what to start. The line "stop" asks
 the ranks to stop. After the line "failed" they have as long as if one of theirs had failed, and a first rank that saves
@@ -335,7 +334,7 @@ def _slurm_script(command: str, name: str, machines: int, ranks: int, hours: int
         *(f"#SBATCH --{key}={value}" for key, value in options.items()),
         "#SBATCH --requeue",
         "",
-        "# The run folder has to be on a file system that all nodes see.",
+        "# Put the run folder on a file system that all nodes see: a requeued job may begin on another node.",
         "set -eu",
         f"cd {shlex.quote(os.getcwd())}",
         *([] if gpus else ['export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"']),

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bloomery.core import copied, pipeline, records, run_dir
 from bloomery.core import io as core_io
-from bloomery.core import pipeline, records, run_dir
 from bloomery.core.errors import ConfigError
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
@@ -67,6 +67,8 @@ def run_recipe(
     ran: list[str] = []
 
     def before(recipe: Any, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
+        for plan in due:
+            copied.check_original(plan.folder)
         ran.extend(plan.stage.name for plan in due)
         terminal.head(root, plans, due, lambda: stages_plan.first_seconds(recipe, due))
         trains = any(plan.stage.name == "pretrain" for plan in plans)

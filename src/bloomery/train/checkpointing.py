@@ -171,7 +171,13 @@ class Checkpoints:
         self._passed_over = frozenset(int(one.name) for one in checkpoint.folders(self.root) if one > saved.folder)
         return State.restored(saved.state)
 
+    def _bring_weights(self, folder: Path) -> None:
+        """Of a sharded model only the first rank reads them."""
+        if not collectives.is_sharded(self.model):
+            copies.bring(self.world, folder, lambda name: "/" not in name)
+
     def _take_up(self, saved: Checkpoint) -> None:
+        self._bring_weights(saved.folder)
         self.model_saver.fill(saved.folder, self.world)
         self.optimizers.restore(saved.training, take_over=True)
 
@@ -267,7 +273,7 @@ class Checkpoints:
         if sharded:
             self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
         (write, size), step = self.model_saver.copied(self.world), state.step
-        doubtful, passed_over = state.guard.in_a_row > 0 or not self.removes, self._passed_over
+        doubtful, passed_over = state.guard.in_a_row > 0, self._passed_over
         good = self.goals(state.step) and not doubtful
         with self._company.alike():  # moments in 8 bits are decoded, for which memory may be too small
             training = self.optimizers.state(checkpoint.as_part)
@@ -278,7 +284,9 @@ class Checkpoints:
             asdict(state),
             environment=self.environment,
             model_bytes=size,
-            standing=RollbackInfo(goal=good, doubtful=doubtful, left=state.guard.left, passed_over=passed_over),
+            standing=RollbackInfo(
+                goal=good, doubtful=doubtful, removes=self.removes, left=state.guard.left, passed_over=passed_over
+            ),
         )
         self._saved, self._passed_over = (time.monotonic(), state.step), frozenset()
         if collectives.computed_on(next(self.model.parameters())).type != "cpu":
@@ -296,17 +304,19 @@ class Checkpoints:
         if self.world.is_first:
             self.save(state, before)
             self.wait()
-        elif all(int(folder.name) < state.step for folder in checkpoint.folders(self.root)):
+        elif all(int(one.name) < state.step or checkpoint.damage(one) for one in checkpoint.folders(self.root)):
             with Saver(self.root, self.saver.keep) as saver:
                 replace(self, world=World.alone(), saver=saver, removes=False).save(state, before)
 
     def take_weights(self, step: int) -> None:
         """Take up the weights of an earlier step, to be left. Raises CheckpointError where they are gone or damaged."""
         folder = self.root / f"{step:09d}"
-        copies.bring(self.world, folder)
-        if trouble := checkpoint.damage(folder):
-            what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
-            raise CheckpointError(what, where=str(folder), hint='Keep the last weights instead: finetune.keep="last".')
+        with self.world.alike():
+            if self.world.is_first and (trouble := checkpoint.damage(folder)):
+                what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
+                hint = 'Keep the last weights instead: finetune.keep="last".'
+                raise CheckpointError(what, where=str(folder), hint=hint)
+        self._bring_weights(folder)
         self.model_saver.fill(folder, self.world)
 
     def leave_model(self, folder: Path, step: int) -> None:

@@ -205,6 +205,17 @@ def part_like(tensor: DTensor, full_tensor: Tensor) -> Tensor:
     return full_tensor
 
 
+def part_number(tensor: Tensor) -> int:
+    """Which of the parts of a tensor this rank holds, from 0 on; ranks with the same part have the same number."""
+    number = 0
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placed in enumerate(tensor.placements):
+            if isinstance(placed, Shard | _StridedShard):
+                number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    return number
+
+
 def piece(tensor: Tensor, dim: int, count: int, number: int) -> Tensor:
     """A view of one of `count` pieces along a dim, as torch.chunk cuts it; the last pieces may be empty."""
     size = tensor.shape[dim]

@@ -323,7 +323,8 @@ class Training(Config):
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """
     Format of matrices that are trained, and of their gradients and checkpoints. `bfloat16` halves them, computes in
-    bfloat16 and rounds updates stochastically. Vectors and the optimizer stay in float32.
+    bfloat16 and rounds updates stochastically. The optimizer stays in float32, and so do vectors, or with shards only
+    those of norms.
     """
     deterministic: bool = Field(False, json_schema_extra=VOLATILE)
     """

@@ -108,6 +108,16 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def keep_weights(model: Transformer, weight_dtype: str) -> None:
+    """
+    Bring the weights that are trained into the format of a recipe before they are sharded. What is gathered together
+    needs one format: so only norms and learned positions stay in float32, and other vectors do not.
+    """
+    for name, weight in model.named_parameters():
+        if weight_dtype == "bfloat16":
+            weight.requires_grad_(True).data = weight.data.to(torch.float32 if stays_float32(name) else torch.bfloat16)
+
+
 def shard(
     model: Transformer,
     world: World,
@@ -142,18 +152,18 @@ def shard(
         cut(model, mesh, devices["tp"])
     data = tuple(name for name in devices.mesh_dim_names or () if name != "tp")
     dtype = dtype or gathered_dtype(device)
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    plain, mixed = _formats(model, dtype)
     kept = CPUOffloadPolicy(pin_memory=device.is_gpu) if offload else OffloadPolicy()
     dims = {weight: where[name].dp_shard for name, weight in model.named_parameters()}
     of_units = units(model, mesh)
-    norms = {} if dtype == torch.float32 else _unrounded(model, where)
+    norms = {} if plain else _unrounded(model, where)
     groups: list[tuple[str, list[nn.Module]]] = [(f"norms of {unit}", modules) for unit, modules in norms.items()]
     rest = {unit: [one for one in modules if one not in norms.get(unit, [])] for unit, modules in of_units.items()}
     groups += [*rest.items(), ("", [model])]  # the model: what is left
     model.embed_scale_dtype = model.embed.weight.dtype
     for unit, modules in groups:
         has_scales = any(name.startswith(f"{unit}.") and name.endswith(".scales") for name in where)
-        as_it_is = dtype == torch.float32 or has_scales or unit.startswith("norms of ")
+        as_it_is = plain or has_scales or unit.startswith("norms of ")
         policy: dict[str, Any] = {} if as_it_is else {"mp_policy": mixed}
         if unit == "head" or mesh.zero_stage < 3:  # the loss reads the head after the forward pass
             policy["reshard_after_forward"] = False
@@ -290,6 +300,14 @@ def units(model: Transformer, mesh: Mesh) -> dict[str, list[nn.Module]]:
             ends = [model.embed, model.positions] if unit == "embed" else [model.norm, model.head]
             by_unit[unit] = [module for module in ends if module is not None]
     return by_unit
+
+
+def _formats(model: nn.Module, dtype: torch.dtype) -> tuple[bool, MixedPrecisionPolicy]:
+    """Whether all weights are gathered in float32, and the formats of gathered weights and of sums where not."""
+    halved = any(weight.requires_grad and weight.dtype == torch.bfloat16 for weight in model.parameters())
+    gathered = None if halved else dtype  # weights in bfloat16 are gathered as they are
+    mixed = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return dtype == torch.float32 and not halved, mixed
 
 
 def _unchanged(x: Tensor) -> Tensor:

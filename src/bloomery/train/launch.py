@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from bloomery.core import errors
 from bloomery.core import io as core_io
 from bloomery.core.config import build, is_of_hub, plain
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.core.log import console, lent_terminal
+from bloomery.core.log import console, info, lent_terminal
 from bloomery.core.pipeline import resolve, versions
 from bloomery.core.records import read_record
 from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
@@ -33,7 +33,7 @@ from bloomery.hw import copies, distributed, launcher
 from bloomery.hw.distributed import RankLostError, World
 from bloomery.train.config import Training
 from bloomery.weights import hf
-from bloomery.weights.locate import locate_model
+from bloomery.weights.locate import locate_model, of_hub
 from bloomery.weights.opened import is_adapter
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -136,12 +136,23 @@ def _brought(world: World, config: Training, inputs: Mapping[str, Path], out: Pa
     named = world.broadcast(named)
     folders = [*inputs.values(), out, *map(Path, named.values())]
     with world.alike():
-        models = [one for folder in folders for one in (folder, folder / "model")] if world.is_first else []
-        bases = [str(hf.base_of(one).absolute()) for one in models if is_adapter(one)]
+        bases = [str(base) for folder in folders for base in _bases(folder)] if world.is_first else []
     for folder in dict.fromkeys([*folders, *map(Path, world.broadcast(bases))]):
         copies.bring(world, folder)
     known = {name: Path(path) for name, path in named.items()}
     return config if world.is_first else config.model_copy(update=known)
+
+
+def _bases(folder: Path) -> Iterator[Path]:
+    """
+    The models below the adapters in a folder, or in its folder `model`. Not those of a hub: each machine has its cache.
+    Paths are from the folder on, without links, because adapters name their base so.
+    """
+    for model in (folder, folder / "model"):
+        while is_adapter(model) and of_hub(base := hf.base_of(model)) is None:
+            near = Path(os.path.normpath(model.absolute() / os.path.relpath(base, model.resolve())))
+            model = near if near.exists() and near.samefile(base) else base
+            yield model
 
 
 def _named(config: Training) -> dict[str, Path]:
@@ -274,7 +285,24 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     Wait for all, and ask them to stop when this process is. Raises Terminated when they have; of ranks that fail, the
     error of one, as soon as it is known which of them was the first to.
     """
-    _wait(processes, stop, lambda: not any(process.poll() not in WELL for process in processes))
+    done_at: float | None = None
+
+    def goes_well() -> bool:
+        nonlocal done_at
+        if processes[0].poll() == 0:
+            done_at = done_at or time.monotonic()
+            if time.monotonic() > done_at + GRACE_SECONDS:
+                return False
+        return not any(process.poll() not in WELL for process in processes)
+
+    _wait(processes, stop, goes_well)
+    if processes[0].poll() == 0 and all(process.poll() in WELL for process in processes):
+        for rank, process in enumerate(processes):
+            if process.poll() is None:  # the work is done and safe
+                what = f"rank {rank} (process {process.pid}) did not end within {GRACE_SECONDS:.0f} s of the first rank"
+                info(f"{what}, and is killed", style="yellow")
+        stop.check()
+        return
     deadline = time.monotonic() + GRACE_SECONDS
 
     def may_go_on() -> bool:

@@ -31,7 +31,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.core.hashing import stable_hash
 from bloomery.hw.distributed import World
 from bloomery.model.kernels.cpu import call
-from bloomery.train.collectives import computed_on, like, local, part_like, whole
+from bloomery.train.collectives import computed_on, like, local, part_like, part_number, whole
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.loss import on_processor
 from bloomery.train.norms import LIBRARY, takes_compiled
@@ -73,13 +73,18 @@ NUMBERS_ROUNDED = 2**22
 
 @contextmanager
 def updatable(weight: Tensor, seed_of: SeedOf) -> Iterator[Tensor]:
-    """A weight to change in-place: itself, or the float32 numbers of one in bfloat16, which are rounded at the end."""
+    """
+    A weight to change in-place: itself, or the float32 numbers of one in bfloat16, which are rounded at the end. Of a
+    weight that is spread over ranks, each part has random bits of its own, the same for all copies of a part.
+    """
     if weight.dtype != torch.bfloat16:
         yield weight
         return
     numbers = weight.float()
     yield numbers
-    round_into(weight, numbers, seed_of(weight))
+    own = local(weight)
+    if own.numel():
+        round_into(own, local(numbers), (seed_of(weight) + part_number(weight)) % 2**64)
 
 
 def _seed_zero(weight: Tensor) -> int:
@@ -680,8 +685,10 @@ def _is_decoded(name: str, saved: Mapping[str, Tensor]) -> bool:
     return f"{name}/{MOMENTS[0]}_decoded" in saved
 
 
-def _is_rounded(group: Mapping[str, Any]) -> bool:
-    return bool(group["params"][0].dtype == torch.bfloat16)
+def _of_format(group: Mapping[str, Any], *, rounded: bool) -> list[dict[str, Any]]:
+    """The group with its weights in bfloat16 alone, or with all others; none where there are none."""
+    weights = [weight for weight in group["params"] if (weight.dtype == torch.bfloat16) == rounded]
+    return [{**group, "params": weights}] if weights else []
 
 
 def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype, world: World) -> list[torch.optim.Optimizer]:
@@ -693,8 +700,8 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype, world: World) ->
         return [LionOptimizer(matrices + tables + vectors, lr=lr, betas=betas)]
 
     def adamw(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-        rounded = [group for group in groups if _is_rounded(group)]
-        exact = [group for group in groups if not _is_rounded(group)]
+        rounded = [part for group in groups for part in _of_format(group, rounded=True)]
+        exact = [part for group in groups for part in _of_format(group, rounded=False)]
         settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.epsilon}
         return [
             *([RoundedAdamW(rounded, **settings)] if rounded else []),

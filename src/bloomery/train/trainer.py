@@ -92,6 +92,8 @@ class TrainingRun:
     own: fsdp.OwnParts | None = None
     """Weights that this rank has read, of a model that has shapes alone."""
     _stop: StopRequest = field(default_factory=StopRequest)
+    _ended: bool = False
+    """Whether the last step is done, or that after which all ranks stop."""
     _failures: list[Failure] = field(default_factory=list)
     _checkpoints: Checkpoints = field(init=False)
     _validation: EvalCheck = field(init=False)
@@ -124,9 +126,11 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
-            if mesh is not None:
+            if mesh is None:
+                keep_weights(self.model, self.config.weight_dtype)
+            else:
+                fsdp.keep_weights(self.model, self.config.weight_dtype)
                 self._shard(mesh, precision, stack)
-            keep_weights(self.model, self.config.weight_dtype)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
             doing("compiling blocks" if self.config.compile != "off" else "moving the model to its device")
@@ -145,6 +149,7 @@ class TrainingRun:
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state, self._stop.saves = self._checkpoints.resume(), True
+                stack.enter_context(self._taking_over(state))
                 began, first_step = time.monotonic(), state.step
                 failures = self._train(state, optimizers, precision)
             steps, seconds = state.step - first_step, time.monotonic() - began
@@ -382,7 +387,9 @@ class TrainingRun:
                 try:
                     with distributed.exchanging() if self._sharded else nullcontext():
                         trainer.train()
+                    self._ended = True
                 except Terminated:
+                    self._ended = True
                     self._save(recorder, state)
                     self._checkpoints.wait()
                     hooks.raise_fatal()
@@ -405,10 +412,21 @@ class TrainingRun:
         Save the last finished step before an error is raised. In the midst of an update, weights are of no step. If the
         first rank was killed, another one with all weights saves.
         """
-        lost = isinstance(error, RankLostError)
+        lost = isinstance(error, RankLostError) and recorder.timer.phase != "optimizer"
         if lost or recorder.timer.before_update if self.world.is_first else lost and self._takes_over(state):
             with launcher.busy():
                 self._checkpoints.rescue(state, before=recorder.metrics.sync)
+
+    @contextmanager
+    def _taking_over(self, state: State) -> Iterator[None]:
+        """While the block runs, another rank saves the last step if the first one is killed after it."""
+        try:
+            yield
+        except RankLostError:
+            if self._ended and not self.world.is_first and self._takes_over(state):
+                with launcher.busy():
+                    self._checkpoints.rescue(state, before=lambda: None)
+            raise
 
     def _takes_over(self, state: State) -> bool:
         """Whether this rank saves in place of the first, which may have logged no step after the last that is due."""

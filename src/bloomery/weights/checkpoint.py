@@ -254,6 +254,8 @@ class RollbackInfo:
     """Whether a run may go back to it."""
     doubtful: bool = False
     """Whether it was saved between bad steps: then nothing is removed for it, as the run may go back behind it."""
+    removes: bool = True
+    """Whether others are removed at all when this one is whole."""
     left: Sequence[range] = ()
     """Steps that the run has gone back behind: it goes back to none of them."""
     passed_over: frozenset[int] = frozenset()
@@ -297,7 +299,8 @@ def save(
             check_space(folder, model_bytes + size_bytes(training))
             partial.mkdir()
         elif world.rank in world.receivers:
-            core_io.remove_path(partial)
+            for torn in root.glob(f"*{core_io.PARTIAL}"):
+                core_io.remove_path(torn)
     with _part(folder, world):
         write(partial / TRAINING, training, world)
     with _part(folder, world):
@@ -349,7 +352,7 @@ def _check_way(root: Path) -> None:
 
 def _prune(root: Path, newest: Path, keep: RetentionPolicy, standing: RollbackInfo) -> None:
     """Remove the checkpoints that need not stay, now that the newest is whole."""
-    there = folders(root)
+    there = folders(root) if standing.removes else []
     passed_over = [one for one in there if one > newest or (one < newest and int(one.name) in standing.passed_over)]
     behind = [one for one in there if one < newest and one not in passed_over]
     goal = next((one for one in reversed(behind) if is_goal(one, standing.left)), None)
@@ -469,7 +472,7 @@ def newest(
     if name is None:
         return None
     folder = root / name
-    copies.bring(world, folder)
+    copies.bring(world, folder, lambda name: not is_weights(name))
     copies.drop_others(world, folder)
     for file in sorted(_training_files(folder)):
         check_header(folder / file, f"Remove {folder}: the run resumes from the checkpoint before it.")
@@ -481,6 +484,11 @@ def newest(
     if (folder / ENVIRONMENT).exists():
         environment = read_record(folder / ENVIRONMENT, dict[str, Any], error=CheckpointError)
     return Checkpoint(folder, read_state(folder), training, environment)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a checkpoint holds weights of the model."""
+    return name.endswith(".safetensors") and "/" not in name and name != OLD_TRAINING
 
 
 def newest_folder(

@@ -74,7 +74,7 @@ BASE_WHOLE = "a frozen base lies whole on each device"
 
 
 ASKED_WHOLE = "each rank asks the model for answers on its own, and would wait for the parts of the others"
-ROUNDED_WHOLE = "weights are rounded by random numbers of the whole weight"
+ROUNDED_ON_DEVICE = "a host would draw a random number for each weight and step"
 SAID_TWICE = "both say how ranks share the model"
 SCALES_SCALED = "its scales have scales that reach over rows"
 HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
@@ -119,9 +119,9 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
         ),
         ("" if config.may_shard else "[prefer]", ASKED_WHOLE, 'Say prefer.parallelism="none", and no mesh.'),
         (
-            'weight_dtype="bfloat16"' if config.weight_dtype == "bfloat16" else "",
-            ROUNDED_WHOLE,
-            'Set weight_dtype="float32".',
+            'weight_dtype="bfloat16"' if offloads and config.weight_dtype == "bfloat16" else "",
+            ROUNDED_ON_DEVICE,
+            'Set weight_dtype="float32" or offload="none".',
         ),
         (
             "training of adapters (LoRA)" if adapters and config.mesh is None and ranks > 1 else "",

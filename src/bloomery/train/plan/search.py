@@ -27,7 +27,7 @@ from bloomery.train.plan.memory import (
     BASE_WHOLE,
     FROZEN_BYTES,
     MEASURED_SHARE,
-    ROUNDED_WHOLE,
+    ROUNDED_ON_DEVICE,
     USUAL_TOKENS,
     Machine,
     MemoryEstimate,
@@ -304,7 +304,7 @@ def alternatives(ask: PlanRequest, target: Machine, *, offload: bool = False) ->
 
 def _may_halve(way: TrainSetup) -> bool:
     """Whether weights could be kept in bfloat16, which are not yet."""
-    return way.method == "full" and way.weight_bytes > 2 and way.precision == "bfloat16" and not way.sharded
+    return way.method == "full" and way.weight_bytes > 2 and way.precision == "bfloat16" and not way.offload
 
 
 def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
@@ -315,8 +315,8 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
         return BASE_WHOLE
     if way.method == "full" and way.weight_bytes == 2 and way.precision != "bfloat16":
         return "weights in bfloat16 are multiplied as they are"
-    if way.sharded and way.weight_bytes == 2:
-        return ROUNDED_WHOLE
+    if way.offload and way.weight_bytes == 2:
+        return ROUNDED_ON_DEVICE
     return ""
 
 

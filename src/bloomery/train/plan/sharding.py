@@ -41,7 +41,6 @@ from bloomery.train.plan.memory import (
     LOGITS_CHUNK_BYTES,
     OPTIMIZER_BYTES,
     PROCESS_BYTES,
-    ROUNDED_WHOLE,
     UPDATE_NUMBERS,
     USUAL_TOKENS,
     Machine,
@@ -131,7 +130,9 @@ class ShardingRequest:
     rows_per_step: int
     """Of the whole global batch."""
     lora: Lora | None = None
-    """None: all weights are trained, in float32."""
+    """None: all weights are trained."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights that are trained in full, but for norms and learned positions."""
     activation_checkpointing: Level = "full"
     rows: int = 0
     """At once on each device. 0: as many as fit."""
@@ -397,9 +398,6 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
     if context > model.context_length:
         what = f"instruct.sequence_length={sequence_length:,} is more than the context of {preset}"
         raise ConfigError(what, where="finetune.mesh", hint=f"Set at most {model.context_length + 1}.")
-    if config.weight_dtype == "bfloat16":
-        what = f'weight_dtype="bfloat16" does not work with a mesh: {ROUNDED_WHOLE}'
-        raise ConfigError(what, where="finetune.weight_dtype", hint='Set weight_dtype="float32".')
     memory.check_shard(config, config.mesh.devices, adapters=config.lora is not None)
     level, rows_per_step = config.activation_checkpointing, memory.rows_per_step(config, context)
     ask = ShardingRequest(
@@ -409,6 +407,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
         optimizer=config.optimizer,
         rows_per_step=rows_per_step,
         lora=config.lora,
+        weight_dtype=config.weight_dtype,
         activation_checkpointing="full" if level == "auto" else level,
         offload=config.offload,
         matmul_bytes=BYTES if config.precision == "float32" else MATMUL_BYTES,
@@ -497,11 +496,13 @@ def _tensor(
     shape: tuple[int, ...],
     *,
     trained: bool = False,
-    number_bytes: int = BYTES,
+    number_bytes: int | None = None,
     block: int = 1,
     is_code: bool = False,
 ) -> ShardedTensor:
     mesh, where = ask.mesh, placement(name, shape, ask.mesh)
+    if number_bytes is None:
+        number_bytes = 2 if ask.weight_dtype == "bfloat16" and not stays_float32(name) else BYTES
     has_codes = ask.lora is not None and ask.lora.frozen_dtype not in ("float32", "bfloat16")
     sort = 0 if where.kind in ("column", "row") and len(shape) == 2 else 1 if len(shape) == 2 else 2
     # adapters learn by Adam's two moments, which are those of a vector
@@ -544,14 +545,16 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     table = ask.vocab_size * model.hidden_size
     logits = chunk * ask.vocab_size * (ask.matmul_bytes + BYTES)
     logits += table * (BYTES + ask.matmul_bytes) if lora is None else 0  # the gradient of the head in both formats
+    halves = (tensor.local_numbers for tensor in trained if tensor.number_bytes == 2)
+    rounding = 2 * BYTES * max(halves, default=0)  # of a weight in bfloat16: its numbers and random bits
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
-        gradients=BYTES * local_trained,
+        gradients=sum(tensor.local_bytes for tensor in trained),
         optimizer=sum(tensor.local_optimizer_bytes for tensor in trained),
         copies=unpacked * largest + rounded,
         activations=tokens * kept,
         logits=-(-logits // mesh.tp),
-        update=5 * BYTES * min(UPDATE_NUMBERS, local_trained),
+        update=5 * BYTES * min(UPDATE_NUMBERS, local_trained) + rounding,
         gathered=_gathered(ask, tensors),
     )
     if ask.offload != "host":
@@ -650,7 +653,7 @@ def _host_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> dict
     largest = max(tensor.local_numbers for tensor in tensors) * BYTES
     trained = [tensor for tensor in tensors if tensor.trained]
     decoded = ask.optimizer.kind == "adamw8bit"  # in a checkpoint, its moments are float32
-    saved = [(tensor, BYTES + round(8 if decoded else tensor.optimizer_bytes)) for tensor in trained]
+    saved = [(tensor, tensor.number_bytes + round(8 if decoded else tensor.optimizer_bytes)) for tensor in trained]
     if ask.lora is not None:
         copies = sum(tensor.numbers * size for tensor, size in saved)
     else:
