@@ -74,19 +74,6 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"weight_dtype": "bfloat16"}, 'weight_dtype="bfloat16" does not work.*\nSet weight_dtype="float32"'),
-    ],
-)
-def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
-    config = build(Training, {"steps": 1, "global_batch_tokens": 1, "parallelism": "fsdp", **settings})
-    with pytest.raises(ConfigError, match=told):
-        check_shard(config, 2)
-    assert not check_shard(config, 1)
-
-
-@pytest.mark.parametrize(
     ("ranks", "settings", "told"),
     [
         (1, {"sample_every": 5}, 'sample_every does not work.*\nSet sample_every=0 or offload="none"'),

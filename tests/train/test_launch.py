@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,13 +17,17 @@ from bloomery.core.errors import DataError, RunError
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import distributed, launcher
 from bloomery.hw.distributed import World
+from bloomery.model.config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train import launch
 from bloomery.train.precision import Precision
 from bloomery.train.step import CausalLMLoss, LossSums
+from bloomery.weights.opened import ADAPTER_CONFIG
 from tests import warm
+from tests.model.made import SHAPES
 from tests.train.made import lines, newest_state, session, wait_for_steps
+from tests.weights.test_peft import adapted
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +55,20 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
     if world.rank == 1 and task["do"] == "freeze at the end":
         os.kill(os.getpid(), signal.SIGSTOP)
     return {"size": world.size}
+
+
+def test_every_model_below_adapters_is_copied_under_the_path_that_they_name(tmp_path: Path) -> None:
+    """Links in the path of the runs stay: another machine has others."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    runs = tmp_path / "runs"
+    _, first = adapted(runs, SHAPES[0], Lora(rank=2))
+    shutil.copytree(first, runs / "2" / "model")
+    (runs / "2" / "model" / "bloomery.json").unlink()
+    facts = json.loads((first / ADAPTER_CONFIG).read_text()) | {"base_model_name_or_path": "../../adapters"}
+    (runs / "2" / "model" / ADAPTER_CONFIG).write_text(json.dumps(facts))
+    assert list(launch._bases(runs / "2")) == [runs / "adapters", runs / "base"]
+    assert list(launch._bases(runs / "base")) == []
 
 
 def ranks_left(folder: Path) -> list[int]:

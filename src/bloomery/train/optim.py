@@ -208,12 +208,12 @@ class BatchedMuon(torch.optim.Muon):
             directions = world.all_gather(shares).flatten(0, 1)[: len(weights)]
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
         for weight, shard, direction in zip(weights, own, directions, strict=True):
-            with updatable(shard, partial(self._seed_of_whole, weight)) as numbers:
+            with updatable(shard, partial(self._seed_of_part, weight)) as numbers:
                 numbers.mul_(1 - group["lr"] * group["weight_decay"])
                 numbers.add_(direction[begin : begin + len(shard)], alpha=-rate)
 
-    def _seed_of_whole(self, weight: Tensor, shard: Tensor) -> int:
-        return self.seed_of(weight)
+    def _seed_of_part(self, weight: Tensor, shard: Tensor) -> int:
+        return self.seed_of(weight) + part_number(weight)
 
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape

@@ -233,6 +233,20 @@ def test_a_mesh_goes_to_the_host_where_nothing_else_fits_and_is_told_so() -> Non
     assert not roomy.offloads
 
 
+def test_all_weights_in_bfloat16_are_proposed_before_adapters() -> None:
+    """8B on four cards of 24 GB. Norms stay in float32; a step gathers and sends as much as before."""
+    mesh, model = Mesh(dp_shard=4), ModelConfig(preset="llama-3.1-8b", context_length=4096)
+    ask = request(model, mesh, vocab_size=128_256, rows_per_step=16)
+    target = card("rtx-4090", 4)
+    plain = sharded(ask, target)
+    assert fix(plain) == ["finetune.weight_dtype=bfloat16", 'finetune.optimizer={kind="adamw8bit"}']
+    halved = sharded(replace(ask, weight_dtype="bfloat16", optimizer=AdamW8bit()), target)
+    assert halved.fits
+    norms = 4 * sum(one.local_numbers for one in halved.tensors if one.name.endswith("norm.weight"))
+    assert halved.memory.weights == halved.memory.gradients == (plain.memory.weights - norms) // 2 + norms
+    assert [one.num_bytes for one in halved.traffic] == [one.num_bytes for one in plain.traffic]
+
+
 def test_moments_in_8_bits_take_a_byte_and_their_part_of_a_scale() -> None:
     ask = request(SMALL, Mesh(preset="gpt2-124m", dp_shard=2))
     plan = sharded(replace(ask, optimizer=AdamW8bit(block=256)), of_memory(2**34, 2))

@@ -420,7 +420,13 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
 
 
 def fix(plan: ShardingPlan) -> list[str]:
-    """Settings with which a plan fits that does not; none where none were found."""
+    """Settings with which a plan fits that does not; none where none were found. First those that train all weights."""
+    if plan.ask.lora is None and plan.ask.precision == "bfloat16" and plan.ask.offload != "host":
+        halved, settings = replace(plan.ask, weight_dtype="bfloat16"), ["finetune.weight_dtype=bfloat16"]
+        if _planned(halved, plan.target, plan.link).fits:
+            return settings
+        if _planned(replace(halved, optimizer=AdamW8bit()), plan.target, plan.link).fits:
+            return [*settings, 'finetune.optimizer={kind="adamw8bit"}']
     lora = Lora() if plan.ask.lora is None else plan.ask.lora
     if lora.frozen_dtype != "nf4":
         ask = replace(plan.ask, lora=lora.model_copy(update={"base_dtype": "nf4"}))
