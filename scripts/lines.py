@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_520,
-    "train": 10_990,
+    "train": 11_020,
     "generate": 2_050,
     "evaluation": 4_760,
     "serve": 3_930,
