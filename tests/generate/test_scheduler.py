@@ -15,6 +15,7 @@ from bloomery.core import native
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.generate import engine as engines
+from bloomery.generate import scheduler as schedulers
 from bloomery.generate.decoder import LIBRARY, PAGE, Decoder, PackedAdapter, PagePool, Pages
 from bloomery.generate.engine import MAX_DRAFT_TOKENS, PROMPT_TOKENS, Engine
 from bloomery.generate.scheduler import MAX_TOP_LOGPROBS, PART_TOKENS, Request, Scheduler, Ticket
@@ -245,6 +246,23 @@ def test_what_can_never_fit_is_refused_and_what_does_not_fit_now_waits(pack: boo
         requests = [Request(prompt(length, seed), SamplingConfig(max_tokens=answer, seed=seed)) for seed in range(3)]
         tickets = [scheduler.submit(request) for request in requests]
         assert [ids_of(ticket) for ticket in tickets] == [alone(on, request) for request in requests]
+
+
+@pytest.mark.parametrize("pack", [pytest.param(True, marks=needs_library), False])
+def test_an_answer_without_a_limit_leaves_memory_for_others_where_it_is_taken_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, pack: bool
+) -> None:
+    on = engine(pack=pack)
+    monkeypatch.setattr(schedulers, "OPEN_ANSWER", 5)
+    page = PagePool.page_bytes(LONG, torch.float32)
+    for pages in (2, 40):
+        with Scheduler(on, memory_bytes=pages * page) as scheduler:
+            longest = scheduler.longest_answer(4)
+            needed = scheduler._steps.needed(4, longest)
+            assert longest >= 5
+            assert needed <= 32 * pages
+            assert pack or longest == 5 or needed <= 8 * pages
+            assert not pack or longest == min(on.context, 32 * pages) - 4
 
 
 def test_static_caches_never_take_more_than_the_memory_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

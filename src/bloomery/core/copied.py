@@ -22,7 +22,10 @@ class CopyRecord(TypedDict):
     host: str
     """Where the originals are."""
     files: dict[str, list[int]]
-    """Name below the folder ("" for a file itself) -> bytes, and modification times of the original and of the copy."""
+    """
+    Name below the folder ("" for a file itself) -> bytes, and modification times of the original and of the copy. While
+    a copy is being replaced, bytes and time of the one before follow.
+    """
 
 
 def record_of(path: Path) -> Path:
@@ -39,7 +42,7 @@ def read(path: Path) -> CopyRecord:
 def is_unchanged(path: Path, name: str, record: CopyRecord) -> bool:
     """Whether a file is still what was copied."""
     known, file = record["files"].get(name), path / name
-    return known is not None and file.is_file() and facts(file) == [known[0], known[2]]
+    return known is not None and file.is_file() and facts(file) in ([known[0], known[2]], known[3:])
 
 
 def facts(file: Path) -> list[int]:
@@ -51,16 +54,13 @@ def facts(file: Path) -> list[int]:
 def check_original(folder: Path) -> None:
     """Raises RunError for a folder of copies: the newest checkpoints are then on another machine."""
     record = read(folder)
-    if any(is_unchanged(folder, name, record) for name in record["files"]):
-        host = record["host"]
+    host, names = record["host"], record["files"]
+    if host and folder.exists() and (not names or any(is_unchanged(folder, name, record) for name in names)):
         what = f"holds copies of files on {host}, where the newest checkpoints are"
         hint = f"Run it on {host}, or list {host} first. To continue from these copies, remove {record_of(folder)}."
         raise RunError(what, where=str(folder), hint=hint)
 
 
 def write(path: Path, record: CopyRecord) -> None:
-    """Keep a record, or none where nothing is copied any more."""
-    if record["files"]:
-        core_io.write_json(record_of(path), record)
-    else:
-        record_of(path).unlink(missing_ok=True)
+    """Keep a record. One without files marks a folder whose originals are still to be made."""
+    core_io.write_json(record_of(path), record)

@@ -41,6 +41,8 @@ MAX_TOP_LOGPROBS = 20
 PART_TOKENS = 32
 """Of a prompt, that are computed at once while others wait for their next token."""
 MAX_RUNNING, MAX_WAITING = 16, 256
+OPEN_ANSWER = 256
+"""Tokens of an answer whose length nobody sets that are taken at least, if memory and context hold them."""
 """Requests that are computed at once, and that wait."""
 CACHE_SHARE = 4
 """Of the free memory, keys and values get one part in so many."""
@@ -412,11 +414,21 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """How many tokens may follow a prompt, by the context and by the memory for one request."""
-        room, held = self.engine.context - prompt_tokens, self.num_pages * PAGE
-        while room > 1 and (excess := self._steps.needed(prompt_tokens, room) - held) > 0:
-            room = max(1, room - excess)
-        return room
+        """
+        How many tokens may follow a prompt, by the context and by the memory for one request. Where memory is taken for
+        all of them at the start, so that others would wait, at least OPEN_ANSWER and at most a quarter of it.
+        """
+        held = self.num_pages * PAGE
+
+        def limited(room: int, held: int) -> int:
+            while room > 1 and (excess := self._steps.needed(prompt_tokens, room) - held) > 0:
+                room = max(1, room - excess)
+            return room
+
+        longest = limited(self.engine.context - prompt_tokens, held)
+        if isinstance(self._steps, _PagedSteps):
+            return longest
+        return max(min(OPEN_ANSWER, longest), limited(longest, held // 4))
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         """

@@ -161,13 +161,23 @@ def bring(world: World, path: Path, keeps: Callable[[str], bool] = _every) -> No
             if gone:
                 copied.write(path, record)
 
-    def note(names: Mapping[str, Sequence[int]]) -> None:
+    def note(named: Mapping[str, list[int]], done: bool) -> None:
         record["host"] = first_host
-        for name, (size, modified) in names.items():
-            record["files"][name] = [size, modified, copied.facts(path / name)[1]]
+        for name, numbers in named.items():
+            replaced = copied.is_unchanged(path, name, record) and not done
+            record["files"][name] = [*numbers, *(copied.facts(path / name) if replaced else [])]
         copied.write(path, record)
 
     _transfer(world, 0, path, {name: files[name] for name in to_copy}, frozenset(missing), note)
+
+
+def mark(world: World, folder: Path) -> None:
+    """Let a folder of each receiver be known as one of copies, though there may be nothing to copy yet."""
+    first_host: str = world.broadcast(socket.gethostname())
+    with world.alike():
+        if world.rank in world.receivers and not copied.record_of(folder).exists():
+            core_io.make_folder(folder)
+            copied.write(folder, {"host": first_host, "files": {}})
 
 
 def drop_others(world: World, folder: Path) -> None:
@@ -248,6 +258,10 @@ def collect(world: World, folder: Path) -> None:
                 core_io.remove_path(folder)
 
 
+Note = Callable[[Mapping[str, list[int]], bool], None]
+"""Hears of files that get their names, with what a record keeps of each, and of whether they have them now."""
+
+
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
@@ -257,12 +271,12 @@ def _transfer(
     path: Path,
     files: FileFacts,
     names: Collection[str],
-    note: Callable[[Mapping[str, Sequence[int]]], None] = lambda names: None,
+    note: Note | None = None,
 ) -> None:
     """
     Send files at or below `path` from the rank `source` to each rank, which keeps those in `names`. A rank that fails
-    continues to exchange until all ranks hear of it. Files get their names when all ranks have done well, and `note`
-    hears of them.
+    continues to exchange until all ranks hear of it. Files get their names when all ranks have done well. `note` hears
+    of them before and after.
     """
     giving, taking = _Giving(path), _Taking(path, world.rank)
     buffer = bytearray(max(1, min(CHUNK_BYTES, max((size for size, _ in files.values()), default=0))))
@@ -274,8 +288,12 @@ def _transfer(
             if trouble is not None:
                 raise trouble
         with world.alike(), core_io.disk_errors(path):
-            if done := taking.finish():
-                note(done)
+            if whole := taking.whole():
+                if note is not None:
+                    note(whole, False)
+                taking.name()
+                if note is not None:
+                    note(whole, True)
 
     try:
         for name, facts, count, is_last in _pieces(files):
@@ -337,7 +355,7 @@ class _Giving:
 
 @dataclass
 class _Taking:
-    """Writes files piece by piece, under other names until `finish`."""
+    """Writes files piece by piece, under other names until `name`."""
 
     folder: Path
     rank: int
@@ -362,15 +380,17 @@ class _Taking:
             self._done[name] = self._partial, last
             self._partial = self._file = None
 
-    def finish(self) -> dict[str, Sequence[int]]:
-        """Give the files that are whole their names, and return the facts of their originals."""
-        named: dict[str, Sequence[int]] = {}
-        for name, (partial, last) in self._done.items():
+    def whole(self) -> dict[str, list[int]]:
+        """Of the files that are whole: bytes, and modification times of the original and of the copy."""
+        for partial, last in self._done.values():
             os.utime(partial, ns=(last[1], last[1]))
+        return {name: [*last, copied.facts(partial)[1]] for name, (partial, last) in self._done.items()}
+
+    def name(self) -> None:
+        """Give these their names."""
+        for name, (partial, _) in self._done.items():
             partial.replace(self.folder / name)
-            named[name] = last
         self._done = {}
-        return named
 
     def close(self) -> None:
         """Leave nothing of files without a name."""

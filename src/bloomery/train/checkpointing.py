@@ -171,13 +171,7 @@ class Checkpoints:
         self._passed_over = frozenset(int(one.name) for one in checkpoint.folders(self.root) if one > saved.folder)
         return State.restored(saved.state)
 
-    def _bring_weights(self, folder: Path) -> None:
-        """Of a sharded model only the first rank reads them."""
-        if not collectives.is_sharded(self.model):
-            copies.bring(self.world, folder, lambda name: "/" not in name)
-
     def _take_up(self, saved: Checkpoint) -> None:
-        self._bring_weights(saved.folder)
         self.model_saver.fill(saved.folder, self.world)
         self.optimizers.restore(saved.training, take_over=True)
 
@@ -316,7 +310,8 @@ class Checkpoints:
                 what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
                 hint = 'Keep the last weights instead: finetune.keep="last".'
                 raise CheckpointError(what, where=str(folder), hint=hint)
-        self._bring_weights(folder)
+        if not collectives.is_sharded(self.model):  # of a sharded one, only the first rank reads weights
+            copies.bring(self.world, folder, lambda name: "/" not in name)
         self.model_saver.fill(folder, self.world)
 
     def leave_model(self, folder: Path, step: int) -> None:

@@ -139,6 +139,7 @@ def _brought(world: World, config: Training, inputs: Mapping[str, Path], out: Pa
         bases = [str(base) for folder in folders for base in _bases(folder)] if world.is_first else []
     for folder in dict.fromkeys([*folders, *map(Path, world.broadcast(bases))]):
         copies.bring(world, folder)
+    copies.mark(world, out)
     known = {name: Path(path) for name, path in named.items()}
     return config if world.is_first else config.model_copy(update=known)
 
@@ -289,18 +290,20 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
 
     def goes_well() -> bool:
         nonlocal done_at
-        if processes[0].poll() == 0:
+        if processes[0].poll() in (0, TERMINATED):
             done_at = done_at or time.monotonic()
             if time.monotonic() > done_at + GRACE_SECONDS:
                 return False
         return not any(process.poll() not in WELL for process in processes)
 
     _wait(processes, stop, goes_well)
-    if processes[0].poll() == 0 and all(process.poll() in WELL for process in processes):
+    if processes[0].poll() in (0, TERMINATED) and all(process.poll() in WELL for process in processes):
         for rank, process in enumerate(processes):
             if process.poll() is None:  # the work is done and safe
                 what = f"rank {rank} (process {process.pid}) did not end within {GRACE_SECONDS:.0f} s of the first rank"
                 info(f"{what}, and is killed", style="yellow")
+        if processes[0].poll() == TERMINATED:
+            raise Terminated(stop.code)
         stop.check()
         return
     deadline = time.monotonic() + GRACE_SECONDS

@@ -415,7 +415,8 @@ class TrainingRun:
         lost = isinstance(error, RankLostError) and recorder.timer.phase != "optimizer"
         if lost or recorder.timer.before_update if self.world.is_first else lost and self._takes_over(state):
             with launcher.busy():
-                self._checkpoints.rescue(state, before=recorder.metrics.sync)
+                log = recorder.metrics.sync if self.world.is_first else partial(self._log_last_step, state)
+                self._checkpoints.rescue(state, before=log)
 
     @contextmanager
     def _taking_over(self, state: State) -> Iterator[None]:
@@ -425,13 +426,21 @@ class TrainingRun:
         except RankLostError:
             if self._ended and not self.world.is_first and self._takes_over(state):
                 with launcher.busy():
-                    self._checkpoints.rescue(state, before=lambda: None)
+                    self._checkpoints.rescue(state, before=partial(self._log_last_step, state))
             raise
 
     def _takes_over(self, state: State) -> bool:
-        """Whether this rank saves in place of the first, which may have logged no step after the last that is due."""
-        state.logged = state.step - state.step % self.config.log_every
+        """Whether this rank saves in place of the first."""
         return not self._sharded and launcher.takes_over()
+
+    def _log_last_step(self, state: State) -> None:
+        """Write the line of the last step in place of the first rank, which may have been killed before it did."""
+        with Metrics(self.out / METRICS, state.step) as metrics:
+            is_due = state.step % self.config.log_every == 0 or state.step == self.config.steps
+            if is_due and not any(line["step"] == state.step and "learning_rate" in line for line in metrics.kept):
+                metrics.write(step=state.step, **state.metrics)
+            state.logged = state.step if is_due else state.step - state.step % self.config.log_every
+            metrics.sync()
 
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:

@@ -472,7 +472,7 @@ def newest(
     if name is None:
         return None
     folder = root / name
-    copies.bring(world, folder, lambda name: not is_weights(name))
+    copies.bring(world, folder)
     copies.drop_others(world, folder)
     for file in sorted(_training_files(folder)):
         check_header(folder / file, f"Remove {folder}: the run resumes from the checkpoint before it.")
@@ -484,11 +484,6 @@ def newest(
     if (folder / ENVIRONMENT).exists():
         environment = read_record(folder / ENVIRONMENT, dict[str, Any], error=CheckpointError)
     return Checkpoint(folder, read_state(folder), training, environment)
-
-
-def is_weights(name: str) -> bool:
-    """Whether a file of a checkpoint holds weights of the model."""
-    return name.endswith(".safetensors") and "/" not in name and name != OLD_TRAINING
 
 
 def newest_folder(

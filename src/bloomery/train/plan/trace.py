@@ -294,7 +294,8 @@ class TracedStep:
             model = Transformer(self.model, self.vocab_size)
             if initialized:
                 model.initialize(0)
-            keep_weights(model, self.weight_dtype)
+            keep = keep_weights if self.ranks == 1 else fsdp.keep_weights
+            keep(model, self.weight_dtype)
             return model
         model = on_meta(self.model, self.vocab_size)  # a frozen base is read weight by weight
         for name, weight in own_weights(model).items():
