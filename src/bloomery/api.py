@@ -41,7 +41,7 @@ class SamplingOptions(TypedDict, total=False):
     """How tokens are sampled, in the names and limits of OpenAI's chat completions."""
 
     max_tokens: int
-    """Maximum length of the answer in tokens. Default: 4,096 if the context allows, and 256 to continue a text."""
+    """Maximum length of the answer in tokens. Default: 512."""
     temperature: float
     """From 0 (the most likely token) to 2. Default: 0.7."""
     top_k: int
@@ -160,7 +160,7 @@ class Model:
         return logits
 
     def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "Asked":
-        from bloomery.core.chat import LIMITS
+        from bloomery.core.chat import LIMITS, SamplingConfig
         from bloomery.serve import openai_api
 
         known = {*LIMITS, "max_completion_tokens", "stop", "logit_bias"}
@@ -171,7 +171,8 @@ class Model:
         more: dict[str, Any] = {"stop": list(stop)} if isinstance(stop, tuple) else {}
         if isinstance(biases := options.get("logit_bias"), Mapping):
             more["logit_bias"] = {str(id): bias for id, bias in biases.items()}
-        body = {**options, **more, "model": self.name, "messages": messages}
+        longest = {} if "max_completion_tokens" in options else {"max_tokens": SamplingConfig.max_tokens}
+        body = {**longest, **options, **more, "model": self.name, "messages": messages}
         return openai_api.validated(openai_api.ChatRequest, body).asked()
 
 

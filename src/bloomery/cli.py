@@ -276,8 +276,8 @@ def _model_verbs(verbs: Any) -> None:
     sampling.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
     likeliest = "sample from the likeliest tokens with total probability p"
     sampling.add_argument("--top-p", type=_number(1e-6, 1), help=likeliest)
-    longest = "longest answer in tokens (default: 4,096 if the context allows; 256 with --complete)"
-    sampling.add_argument("--max-tokens", type=ANSWER_TOKENS, help=longest)
+    longest = "longest answer in tokens (default: 512)"
+    sampling.add_argument("--max-tokens", type=ANSWER_TOKENS, default=512, help=longest)
     sampling.add_argument("--seed", type=SEED, default=0, help="equal seeds give equal answers (default: 0)")
 
     verb = _verb(verbs, "serve", "serve all models over HTTP, with a chat page", "bloomery serve --port 8000")

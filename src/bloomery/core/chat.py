@@ -124,15 +124,15 @@ ABOVE_ZERO = ("top_p", "typical_p")
 
 
 LONGEST_ANSWER = 4096
-"""Tokens of an answer in a conversation where nobody sets `max_tokens`, if context and memory allow so many."""
+"""Tokens of a server's answer in a conversation that sets no `max_tokens`, if context and memory allow so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How each next token is chosen, and when to stop. Raises DataError for a value out of its limits."""
 
-    max_tokens: int = 256
-    """Of the answer. In a conversation that sets none, LONGEST_ANSWER."""
+    max_tokens: int = 512
+    """Of the answer. A server takes LONGEST_ANSWER in a conversation that sets none."""
     temperature: float = TEMPERATURE
     """Logits are divided by it. 0 takes the most likely token each time."""
     top_k: int = 0
