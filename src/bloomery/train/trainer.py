@@ -93,7 +93,7 @@ class TrainingRun:
     """Weights that this rank has read, of a model that has shapes alone."""
     _stop: StopRequest = field(default_factory=StopRequest)
     _ended: bool = False
-    """Whether the last step is done, or that after which all ranks stop."""
+    """Whether the last step is done, or that after which all ranks stop, and the weights are those of it."""
     _failures: list[Failure] = field(default_factory=list)
     _checkpoints: Checkpoints = field(init=False)
     _validation: EvalCheck = field(init=False)
@@ -157,6 +157,7 @@ class TrainingRun:
             with self.world.alike():
                 self._learning.check(state, self.measured if self._acts else None, best)
             if best != state.step:
+                self._ended = False  # from here on, weights are not those of the last step
                 self._checkpoints.take_weights(best)
             self._checkpoints.leave_model(self.out / "model", best)
             if self.world.any(self._stop.asked):
