@@ -13,12 +13,12 @@ from bloomery.model.transformer import Transformer
 from bloomery.stages.config import Finetune
 from bloomery.train import optim
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer, Training
+from bloomery.train.fsdp import keep_weights
 from bloomery.train.optim import Optimizers, round_into
 from bloomery.train.plan import report
 from bloomery.train.plan.memory import check_shard, of_memory
 from bloomery.train.plan.report import PlanReport
 from bloomery.train.plan.trace import check
-from bloomery.train.precision import keep_weights
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE
 from tests.train.made import lines, model_bytes, result, run, session, stopped

@@ -28,7 +28,7 @@ from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
-from bloomery.train.precision import Precision, keep_weights
+from bloomery.train.precision import Precision
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights import checkpoint, hf
@@ -294,11 +294,9 @@ def halved(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         told: list[Any] = []
         for company, seed in ((world, 0), (World.alone(), 0), (World.alone(), 1)):
             model, start = made(method, other, layers), made(method, other, layers)
+            fsdp.keep_weights(model, "bfloat16", sharded=company.size > 1)
             if company.size > 1:
-                fsdp.keep_weights(model, "bfloat16")
                 fsdp.shard(model, world, processor(torch.bfloat16), of_axes(axes, other))
-            else:
-                keep_weights(model, "bfloat16")
             formats = sorted({str(one.dtype) for one in model.parameters()})
             said = learned(model, other, rows, company, torch.bfloat16, seed) | {"formats": formats}
             pairs = zip(model.parameters(), start.parameters(), strict=True)

@@ -68,7 +68,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise RunError(os.strerror(error.errno), where=str(error.filename or path), hint=hint) from None
         if error.errno not in NO_ROOM:
             raise
-        folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+        folder = nearest_folder(path.parent)
         free = shutil.disk_usage(folder).free / 2**20
         what = f"cannot be written: {os.strerror(error.errno)}. Its file system has {free:,.1f} MiB free"
         hint = "Free some space and run the same command again. Finished parts are kept."
@@ -164,6 +164,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder at `path`, or the nearest above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 def remove_path(path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float
 
@@ -220,6 +220,9 @@ class _PagedSteps:
     bit the same.
     """
 
+    open_answers: ClassVar[int] = 1
+    """How many answers without a limit, at their longest, the memory holds."""
+
     def __init__(self, decoder: Decoder, num_ids: int, count: int) -> None:
         self.decoder, self.num_ids, self.pool = decoder, num_ids, PagePool(decoder.config, count, decoder.dtype)
         self.computed_tokens = 0
@@ -301,6 +304,9 @@ class _ModelSteps:
     `count` pages holds the keys and values of running sequences and of idle steps, and a second copy of a prompt while
     it is computed.
     """
+
+    open_answers: ClassVar[int] = 4
+    """How many answers without a limit, at their longest, the memory holds: it is taken when they begin."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self.engine, self.tokens = engine, count * PAGE
@@ -415,8 +421,8 @@ class Scheduler:
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """
-        How many tokens may follow a prompt, by the context and by the memory for one request. Where memory is taken for
-        all of them at the start, so that others would wait, at least OPEN_ANSWER and at most a quarter of it.
+        How many tokens may follow a prompt, by the context and by the memory for one request, or for `open_answers` of
+        them if these are at least OPEN_ANSWER long.
         """
         held = self.num_pages * PAGE
 
@@ -426,9 +432,7 @@ class Scheduler:
             return room
 
         longest = limited(self.engine.context - prompt_tokens, held)
-        if isinstance(self._steps, _PagedSteps):
-            return longest
-        return max(min(OPEN_ANSWER, longest), limited(longest, held // 4))
+        return max(min(OPEN_ANSWER, longest), limited(longest, held // self._steps.open_answers))
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         """

@@ -89,18 +89,13 @@ def with_receivers(world: World, folder: Path) -> World:
 
 def _sees(marks: Sequence[Path]) -> bool:
     """Whether one of the files of other ranks is there, or comes when caches of a network file system end."""
-    nearest = _nearest(marks[0].parent)
+    nearest = core_io.nearest_folder(marks[0].parent)
     is_late = not (_is_local(nearest) or copied.record_of(marks[0].parent).exists())
     deadline = time.monotonic() + is_late * SECONDS_OF_CACHES
     while not (sees := any(mark.exists() for mark in marks)) and time.monotonic() < deadline:
         os.listdir(nearest)  # makes NFS ask its server again
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return sees
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
-    return next(above for above in (folder.absolute(), *folder.absolute().parents) if above.is_dir())
 
 
 def _is_local(folder: Path) -> bool:
@@ -126,11 +121,10 @@ def bring(world: World, path: Path, keeps: Callable[[str], bool] = _every) -> No
     """
     if not world.receivers:
         return
-    host, receives = socket.gethostname(), world.rank in world.receivers
+    receives = world.rank in world.receivers
     with world.alike():
         listed = _listed(path, keeps) if world.is_first else {}
-    files: FileFacts = world.broadcast(listed)
-    first_host: str = world.broadcast(host)
+    first_host, files = world.broadcast([socket.gethostname(), listed])
     with world.alike():
         record = copied.read(path) if receives else CopyRecord(host="", files={})
         missing, doubtful = _compared(path, files, record) if receives else ([], [])
@@ -182,6 +176,8 @@ def mark(world: World, folder: Path) -> None:
 
 def drop_others(world: World, folder: Path) -> None:
     """Remove the other folders of copies in the parent of one: earlier checkpoints."""
+    if not world.receivers:
+        return
     with world.alike():
         if world.rank in world.receivers:
             for other in folder.parent.iterdir():
@@ -231,7 +227,7 @@ def _other_file(file: Path) -> RunError:
 
 
 def _check_room(path: Path, needed: int) -> None:
-    free = shutil.disk_usage(_nearest(path)).free
+    free = shutil.disk_usage(core_io.nearest_folder(path)).free
     if needed > free:
         what = f"{socket.gethostname()} needs {needed:,} bytes for copies, and {free:,} are free; nothing was copied"
         raise RunError(what, where=str(path), hint="Free some space, or use a file system that all machines share.")
@@ -258,11 +254,10 @@ def collect(world: World, folder: Path) -> None:
                 core_io.remove_path(folder)
 
 
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
 Note = Callable[[Mapping[str, list[int]], bool], None]
 """Hears of files that get their names, with what a record keeps of each, and of whether they have them now."""
-
-
-# --- pieces ---------------------------------------------------------------------------------------------------------
 
 
 def _transfer(

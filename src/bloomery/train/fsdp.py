@@ -108,14 +108,16 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def keep_weights(model: Transformer, weight_dtype: str) -> None:
+def keep_weights(model: nn.Module, weight_dtype: str, *, sharded: bool = False) -> None:
     """
-    Bring the weights that are trained into the format of a recipe before they are sharded. What is gathered together
-    needs one format: so only norms and learned positions stay in float32, and other vectors do not.
+    Bring the weights that are trained into the format of a recipe, one after another: vectors stay in float32. Before a
+    model is `sharded`, only norms and learned positions do, because weights that are gathered together need one format.
     """
+    if weight_dtype != "bfloat16":
+        return
     for name, weight in model.named_parameters():
-        if weight_dtype == "bfloat16":
-            weight.requires_grad_(True).data = weight.data.to(torch.float32 if stays_float32(name) else torch.bfloat16)
+        stays = stays_float32(name) if sharded else weight.dim() <= 1
+        weight.requires_grad_(True).data = weight.data.to(torch.float32 if stays else torch.bfloat16)
 
 
 def shard(

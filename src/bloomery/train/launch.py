@@ -125,10 +125,6 @@ def check_versions(world: World) -> None:
             raise RunError(what, where=f"rank {world.rank}", hint="Install the same versions on all machines.")
 
 
-MODEL_FILES = ("start_from", "hellaswag")
-"""Settings that name a file or folder which every rank reads."""
-
-
 def _brought(world: World, config: Training, inputs: Mapping[str, Path], out: Path) -> Training:
     """Copy what ranks read to machines with disks of their own. Returns the settings with the paths of copies."""
     with world.alike():
@@ -157,10 +153,13 @@ def _bases(folder: Path) -> Iterator[Path]:
 
 
 def _named(config: Training) -> dict[str, Path]:
-    """The local models and files that settings name, as absolute paths."""
-    paths = {name: getattr(config, name, None) for name in MODEL_FILES}
-    local = {name: path.expanduser() for name, path in paths.items() if path is not None and not is_of_hub(path)}
-    return {name: (locate_model(path) if name == MODEL_FILES[0] else path).absolute() for name, path in local.items()}
+    """The local model and file that settings name and every rank reads, as absolute paths."""
+    named: dict[str, Path] = {}
+    if (start := getattr(config, "start_from", None)) is not None and not is_of_hub(start):
+        named["start_from"] = locate_model(start.expanduser()).absolute()
+    if (questions := getattr(config, "hellaswag", None)) is not None:
+        named["hellaswag"] = questions.expanduser().absolute()
+    return named
 
 
 def by_first_process(work: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from bloomery.hw.distributed import World
 from bloomery.train.config import Training
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 KERNELS = "kernels.json"
 """Of a deterministic run: what trials of this machine found when it began."""
@@ -215,13 +215,6 @@ REASONS = {
     "float16": "{} has no units for bfloat16; the loss is scaled so that gradients keep to its range",
     "float32": "{} multiplies no shorter format faster",
 }
-
-
-def keep_weights(model: nn.Module, weight_dtype: str) -> None:
-    """Bring the weights that are trained into the format of a recipe, one after another: vectors stay in float32."""
-    for weight in model.parameters():
-        if weight_dtype == "bfloat16":
-            weight.requires_grad_(True).data = weight.data.to(torch.bfloat16 if weight.dim() > 1 else torch.float32)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -37,7 +37,7 @@ from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided, offload_cost
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
-from bloomery.train.precision import Precision, keep_weights, short
+from bloomery.train.precision import Precision, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import Failure, Hook, Hooks, PhaseTimer, SpikeGuard, State, forget
 from bloomery.train.step import CausalLMLoss, LossFunction, Trainer
@@ -126,10 +126,8 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
-            if mesh is None:
-                keep_weights(self.model, self.config.weight_dtype)
-            else:
-                fsdp.keep_weights(self.model, self.config.weight_dtype)
+            fsdp.keep_weights(self.model, self.config.weight_dtype, sharded=self._sharded)
+            if mesh is not None:
                 self._shard(mesh, precision, stack)
             if is_open:
                 info(f"  activation_checkpointing: {self.config.activation_checkpointing}, as little as fits")
@@ -414,7 +412,8 @@ class TrainingRun:
         first rank was killed, another one with all weights saves.
         """
         lost = isinstance(error, RankLostError) and recorder.timer.phase != "optimizer"
-        if lost or recorder.timer.before_update if self.world.is_first else lost and self._takes_over(state):
+        acts = (lost or recorder.timer.before_update) if self.world.is_first else (lost and self._takes_over())
+        if acts:
             with launcher.busy():
                 log = recorder.metrics.sync if self.world.is_first else partial(self._log_last_step, state)
                 self._checkpoints.rescue(state, before=log)
@@ -425,12 +424,12 @@ class TrainingRun:
         try:
             yield
         except RankLostError:
-            if self._ended and not self.world.is_first and self._takes_over(state):
+            if self._ended and not self.world.is_first and self._takes_over():
                 with launcher.busy():
                     self._checkpoints.rescue(state, before=partial(self._log_last_step, state))
             raise
 
-    def _takes_over(self, state: State) -> bool:
+    def _takes_over(self) -> bool:
         """Whether this rank saves in place of the first."""
         return not self._sharded and launcher.takes_over()
 

@@ -303,10 +303,11 @@ def save(
                 core_io.remove_path(torn)
     with _part(folder, world):
         write(partial / TRAINING, training, world)
-    with _part(folder, world):
-        copies.collect(world, partial / TRAINING)
-        if world.rank in world.receivers:
-            core_io.remove_path(partial)
+    if world.receivers:
+        with _part(folder, world):
+            copies.collect(world, partial / TRAINING)
+            if world.rank in world.receivers:
+                core_io.remove_path(partial)
     with _part(folder, world):  # the folder takes its name only when no rank writes into it any more
         if world.is_first:
             write_model(partial)

@@ -143,7 +143,7 @@ def _needed(name: str, model: HubModel, listed: Any, index: Callable[[], Path]) 
         needed = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
         needed += _weights(name, model, sizes, index)
     cached = {file.rfilename for file in listed.siblings if _is_cached(model.repository, file)}
-    size, room = sum(sizes[file] for file in needed), shutil.disk_usage(_nearest(_cache())).free
+    size, room = sum(sizes[file] for file in needed), shutil.disk_usage(core_io.nearest_folder(_cache())).free
     missing = sum(sizes[file] for file in needed if file not in cached)
     if missing > room:
         hint = "Free some space, or set HF_HOME to a folder on a larger disk."
@@ -198,11 +198,6 @@ def _is_cached(repository: str, file: Any) -> bool:
 
 def _cache() -> Path:
     return Path(importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE)
-
-
-def _nearest(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _verify(path: Path, name: str) -> None:

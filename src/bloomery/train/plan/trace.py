@@ -61,7 +61,7 @@ from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
-from bloomery.train.precision import Precision, keep_weights
+from bloomery.train.precision import Precision
 from bloomery.train.step import Placed, clipping, gradients, placed, placed_losses, sparse_embedding_grad
 from bloomery.weights.opened import own_weights, put_weight
 
@@ -294,8 +294,7 @@ class TracedStep:
             model = Transformer(self.model, self.vocab_size)
             if initialized:
                 model.initialize(0)
-            keep = keep_weights if self.ranks == 1 else fsdp.keep_weights
-            keep(model, self.weight_dtype)
+            fsdp.keep_weights(model, self.weight_dtype, sharded=self.ranks > 1)
             return model
         model = on_meta(self.model, self.vocab_size)  # a frozen base is read weight by weight
         for name, weight in own_weights(model).items():
