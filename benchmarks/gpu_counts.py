@@ -31,9 +31,9 @@ from bloomery.core.pipeline import machine, versions
 from bloomery.model.attention import AttentionMask
 from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.kernels import cpu
+from bloomery.train.collectives import total_norm
 from bloomery.train.config import AdamW, Muon, Optimizer
 from bloomery.train.loss import chunks_of
-from bloomery.train.norms import total_norm
 from bloomery.train.plan.memory import LARGEST_CHUNK_BYTES
 from bloomery.train.plan.trace import TracedStep, attention_elsewhere, no_device
 from bloomery.train.precision import Precision

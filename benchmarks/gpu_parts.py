@@ -35,9 +35,8 @@ from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss,
 from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
-from bloomery.train import norms
-from bloomery.train.activation_checkpointing import checkpoint_activations
-from bloomery.train.compile import compile_blocks
+from bloomery.train import collectives
+from bloomery.train.compile import checkpoint_activations, compile_blocks
 from bloomery.train.config import AdamW
 from bloomery.train.loss import chunk_tokens, chunks_of
 from bloomery.train.optim import Optimizers
@@ -250,7 +249,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
     def step() -> float:
         nonlocal norm
         loss = accumulate_gradients(model, batch, rows, precision).loss
-        norm = norms.gradient_norm(gradients(model))
+        norm = collectives.gradient_norm(gradients(model))
         optimizers.step(clipping(1.0, norm))
         optimizers.zero_grad()
         return loss
@@ -280,7 +279,7 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
 def passed(model: Transformer, batch: Batch, precision: Precision) -> tuple[float, float]:
     """Loss and gradient norm of a pass, whose gradients are gone."""
     loss = accumulate_gradients(model, batch, len(batch.ids), precision).loss
-    norm = float(norms.gradient_norm(gradients(model)))
+    norm = float(collectives.gradient_norm(gradients(model)))
     model.zero_grad(set_to_none=True)
     return loss, norm
 
@@ -524,7 +523,7 @@ def adapted(
 
     def step() -> float:
         loss = accumulate_gradients(model, batch, 1, precision).loss
-        optimizers.step(clipping(1.0, norms.gradient_norm(gradients(model))))
+        optimizers.step(clipping(1.0, collectives.gradient_norm(gradients(model))))
         optimizers.zero_grad()
         return loss
 

@@ -37,8 +37,8 @@ from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.model.config import ModelConfig
 from bloomery.shards.loader import Batch
+from bloomery.train.collectives import total_norm
 from bloomery.train.config import Finetune, Training
-from bloomery.train.norms import total_norm
 from bloomery.train.plan import report, trace
 from bloomery.train.plan.here import room
 from bloomery.train.plan.memory import Machine

@@ -19,7 +19,7 @@ from bloomery.core.errors import ConfigError
 from bloomery.recipe import Recipe
 from bloomery.shards import build
 from bloomery.stages import data_tools
-from bloomery.train import scaling_rules
+from bloomery.train import config as train_config
 
 ROOT = Path(__file__).parents[1]
 BASE = {
@@ -56,7 +56,7 @@ def reachable(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[Ba
 
 
 MODELS: set[type[BaseModel]] = set()
-for root in (Recipe, data_tools.ToolSections, scaling_rules.Given, build.Encoding):
+for root in (Recipe, data_tools.ToolSections, train_config.ScaledKeys, build.Encoding):
     reachable(root, MODELS)
 FIELDS = [
     (f"{model.__module__}.{model.__name__}.{name}", hint, metadata)

@@ -59,9 +59,9 @@ names = [name for name, module in sys.modules.items() if name.startswith("bloome
 print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name], "__path__"))))
 """
 MOST = {
-    "gradients of a batch and an update": (GRADIENTS, 35),
-    "the trainer, and a step": (TRAINER, 35),
-    "a recipe": (RECIPE, 57),
+    "gradients of a batch and an update": (GRADIENTS, 27),
+    "the trainer, and a step": (TRAINER, 27),
+    "a recipe": (RECIPE, 54),
     "a chat": (CHAT, 40),
 }
 """

@@ -30,7 +30,7 @@ from bloomery.hw.host import Host
 from bloomery.shards import format as shards
 from bloomery.stages import data_tools, prefer, run_report
 from bloomery.tokenizer import importers
-from bloomery.train import checkpointing, compile, extension
+from bloomery.train import checkpointing, compile
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, hf, opened, peft
 from bloomery.weights.opened import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -118,7 +118,7 @@ READERS = {
         none_is_fine=True,
     ),
     "state": Reader("state.json", STATE, in_checkpoint),
-    "settings": Reader(extension.SETTINGS, {"steps": 3}, extension._settings),
+    "settings": Reader(checkpointing.SETTINGS, {"steps": 3}, checkpointing._settings),
     "continued": Reader(checkpointing.CONTINUED, {"from": "a", "step": 1}, checkpointing.continued_from),
     "verdict": Reader("v.json", {"4": {"compiled": True, "why": ""}}, lambda folder: compile._noted(folder / "v.json")),
     "lineage": Reader(hf.LINEAGE, OWN_LINEAGE, hf.lineage_of),

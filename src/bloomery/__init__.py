@@ -1,6 +1,7 @@
 """Bloomery turns raw text into a language model that answers, on the machine its owner has."""
 
-from bloomery.api import Dropped, Model, Run, Selection, decontaminate, dedup, filter, load, plan, run, status
+from typing import TYPE_CHECKING, Any
+
 from bloomery.core.errors import (
     BloomeryError,
     CheckpointError,
@@ -10,6 +11,9 @@ from bloomery.core.errors import (
     RunError,
     UnreachableError,
 )
+
+if TYPE_CHECKING:
+    from bloomery.api import Dropped, Model, Run, Selection, decontaminate, dedup, filter, load, plan, run, status
 
 __all__ = [
     "BloomeryError",
@@ -33,3 +37,17 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What the API offers, imported when it is first asked for. Raises AttributeError for other names."""
+    if name not in __all__:
+        raise AttributeError(f"module 'bloomery' has no attribute {name!r}")
+    from bloomery import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    """So that completion knows the API before it is imported."""
+    return sorted({*globals(), *__all__})

@@ -20,7 +20,7 @@ from bloomery.data.executor import Parallel
 from bloomery.model.config import ModelConfig, matrices, targets
 from bloomery.tokenizer import chat_template
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
-from bloomery.train import scaling_rules
+from bloomery.train.config import by_scaling_rules
 from bloomery.train.preference.config import Grpo
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _with_depth(tree: dict[str, Any]) -> dict[str, Any]:
         return tree  # the check of the section reports what is wrong with it
     words = build(_Vocabulary, {"tokenizer": tree["tokenizer"]} if "tokenizer" in tree else {})
     vocab_size: Callable[[AnyKind], int] = resolve_name("bloomery.stages.tokenizer:vocab_size")
-    return tree | {"pretrain": scaling_rules.filled(pretrain, vocab_size(words.tokenizer))}
+    return tree | {"pretrain": by_scaling_rules(pretrain, vocab_size(words.tokenizer))}
 
 
 def resolve(recipe: "Recipe") -> "Recipe":

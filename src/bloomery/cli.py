@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from bloomery import __version__
 from bloomery.core import errors, log
-from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig, TemplateName
-from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
+from bloomery.core.chat import TEMPERATURE, SamplingConfig, TemplateName
+from bloomery.core.errors import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
 from bloomery.core.signals import INTERRUPTED, Terminated, ending_on_sigterm
 

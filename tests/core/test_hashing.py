@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bloomery.core.hashing import GOLDEN, splitmix64, stable_hash
+from bloomery.core.io import GOLDEN, splitmix64, stable_hash
 
 
 def test_splitmix64_gives_the_numbers_of_its_reference() -> None:

@@ -119,7 +119,7 @@ def test_a_gpu_that_was_never_met_is_tried_once_and_the_choice_is_told(
         kernel_selection.select_kernels(device, host)
     assert calls == ["nvidia"]
     assert told == {"flash": True, "mem_efficient": True, "cudnn": False, "math": True}
-    assert not kernel_trials.may_attend("cudnn")
+    assert not devices.may_attend("cudnn")
     said = capsys.readouterr()
     text = " ".join((said.out + said.err).split())
     assert "attention-cudnn is not used here: returns NaN" in text

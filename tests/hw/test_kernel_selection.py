@@ -9,6 +9,7 @@ import pytest
 
 from bloomery.core import native
 from bloomery.core.errors import HardwareError
+from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection, kernel_trials
 from bloomery.hw.device import Device, find
 from bloomery.hw.host import CommandResult, Host
@@ -89,7 +90,7 @@ def test_attention_that_passed_stays_on_fastest_first_and_what_is_not_fused_last
     assert [numbers[number] for number in switches["order"] if number in numbers][: len(order)] == order
     assert sorted(switches["order"]) == sorted(torch._C._get_sdp_priority_order())
     for name in ("flash", "efficient", "cudnn"):
-        assert kernel_trials.may_attend(name) == (name in order or name not in times)
+        assert devices.may_attend(name) == (name in order or name not in times)
 
 
 class Choosing:
@@ -141,7 +142,7 @@ def test_an_implementation_that_torch_prefers_to_a_faster_one_is_switched_off(
     torchs = Choosing(monkeypatch, cudnn_first=True)
     kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, cudnn=2.0, math=9.0)))
     assert (torchs.on["flash"], torchs.on["cudnn"]) == (True, False)
-    assert not kernel_trials.may_attend("cudnn")
+    assert not devices.may_attend("cudnn")
     torchs = Choosing(monkeypatch, cudnn_first=True)
     kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=2.0, cudnn=1.0, math=9.0)))
     assert (torchs.on["flash"], torchs.on["cudnn"]) == (True, True)
@@ -158,7 +159,7 @@ def test_attention_without_a_fused_kernel_is_warned_of_with_a_fix(
     kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=None, math=9.0), tried]))
     said = capsys.readouterr()
     assert ("memory grows with the square of their length" in said.out + said.err) is not flex
-    assert kernel_trials.may_attend("flex") is flex
+    assert devices.may_attend("flex") is flex
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_several_documents_in_a_row_are_left_to_the_faster_that_passed(
         for name, took in ((kernel_trials.VARLEN, varlen), (kernel_trials.FLEX, flex))
     ]
     kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=1.0, math=9.0), *tried]))
-    assert {name for name in ("varlen", "flex") if kernel_trials.may_attend(name)} == taken
+    assert {name for name in ("varlen", "flex") if devices.may_attend(name)} == taken
 
 
 def test_the_switch_of_amd_is_set_where_attention_passed_with_it(tmp_path: Path) -> None:
@@ -229,9 +230,9 @@ def norms(of_torch: float, ours: float | None) -> list[TrialResult]:
 def test_a_kernel_of_our_own_is_used_only_where_it_is_right_and_faster(
     tmp_path: Path, of_torch: float, ours: float | None, taken: bool
 ) -> None:
-    kernel_trials.trust(("rms-norm",))  # as a device before this one was told
+    devices.trust(("rms-norm",))  # as a device before this one was told
     kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=1.0), *norms(of_torch, ours)]))
-    assert kernel_trials.trusted("rms-norm") == taken
+    assert devices.trusted("rms-norm") == taken
     assert ("by Triton: rms-norm" in kernel_selection.state(GPU)) == taken
 
 
@@ -245,10 +246,10 @@ def test_a_kernel_of_our_own_that_failed_is_named_and_keeps_nobody_from_training
 
 
 def test_a_device_that_was_not_tried_trusts_nothing(tmp_path: Path) -> None:
-    kernel_trials.trust(("rms-norm",))
+    devices.trust(("rms-norm",))
     host = replace(MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache")
     kernel_selection.select_kernels(find("cpu", host), host)
-    assert not kernel_trials.state()
+    assert not devices.kernel_words()
 
 
 def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials, probes
 from bloomery.model import lora, quantize
 from bloomery.model.config import Lora
-from bloomery.model.kernels import reference, trials, triton
+from bloomery.model.kernels import trials, triton
 from bloomery.model.transformer import Transformer
 from bloomery.train.loss import token_losses
 from tests.model.made import CHOICES, lively, random_ids
@@ -57,13 +57,15 @@ def norms() -> Iterator[tuple[str, float]]:
         x, weight = torch.randn(rows, width) * 3, torch.rand(width) + 0.5
         error = both(
             lambda x, g: triton.rms_norm(x, g, 1e-6, torch.float32),
-            lambda x, g: reference.rms_norm(x, g, 1e-6),
+            lambda x, g: triton.plain_rms_norm(x, g, 1e-6),
             x,
             weight,
         )
         yield f"norm of {rows} × {width}", error
     bare = both(
-        lambda x: triton.rms_norm(x, None, 1e-6, torch.float32), lambda x: reference.rms_norm(x, None, 1e-6), x[:, :70]
+        lambda x: triton.rms_norm(x, None, 1e-6, torch.float32),
+        lambda x: triton.plain_rms_norm(x, None, 1e-6),
+        x[:, :70],
     )
     yield "norm without weights", bare
     for name, x in (
@@ -75,7 +77,7 @@ def norms() -> Iterator[tuple[str, float]]:
         found = triton.rms_norm(x, torch.ones(70), 1e-6, torch.float32)
         yield (
             f"norm of numbers that are {name}",
-            far(found, reference.rms_norm(x.double(), torch.ones(70).double(), 1e-6)),
+            far(found, triton.plain_rms_norm(x.double(), torch.ones(70).double(), 1e-6)),
         )
     yield "norm of nothing", float(triton.rms_norm(torch.ones(0, 8), None, 1e-6, torch.float32).numel())
 
@@ -98,7 +100,7 @@ def turns() -> Iterator[tuple[str, float]]:
 def turned(cosine: Tensor, sine: Tensor, *given: Tensor, eps: float | None = None) -> float:
     return both(
         lambda x, g=None: triton.rotate(x, cosine, sine, g, eps),
-        lambda x, g=None: reference.rotate(x, cosine.double(), sine.double(), g, eps),
+        lambda x, g=None: triton.plain_rotate(x, cosine.double(), sine.double(), g, eps),
         *given,
     )
 
@@ -123,7 +125,7 @@ def entropies() -> Iterator[tuple[str, float]]:
 
 
 def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
-    z, reached, grads = reference.cross_entropy(scores.double(), targets, z_loss)
+    z, reached, grads = triton.plain_cross_entropy(scores.double(), targets, z_loss)
     found = scores.clone()
     found_z, found_reached = triton.cross_entropy_(found, targets, z_loss=z_loss, share=SHARE)
     ignored = float(found[targets < 0].abs().sum())
@@ -160,7 +162,7 @@ def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> 
     ids = random_ids(2, 5) if ids is None else ids
     results = []
     for kernels in ((), KERNELS):
-        kernel_trials.trust(kernels)
+        devices.trust(kernels)
         USED.clear()
         model.zero_grad()
         hidden = model(ids[:, :-1]).flatten(0, 1)
@@ -169,7 +171,7 @@ def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> 
         grads = [one.grad for one in model.parameters() if one.grad is not None]
         results.append([loss.detach(), *(one.clone() for one in grads)])
         assert set(USED) >= (wanted if kernels else set()), USED
-    kernel_trials.trust(())
+    devices.trust(())
     return max(far(found, right) for right, found in zip(*results, strict=True))
 
 

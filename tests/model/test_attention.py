@@ -311,7 +311,7 @@ def test_on_gpus_long_rows_that_no_fused_kernel_takes_go_to_the_kernel_made_for_
     called: list[tuple[str, tuple[int, ...], Any]],
 ) -> None:
     on_gpu((20, 4), 2048, packed=False, wide=128)  # as differential attention has them
-    kernel_trials.leave_attention(("flash", "efficient", "cudnn"))
+    devices.leave_attention(("flash", "efficient", "cudnn"))
     on_gpu((20, 4), 2048, packed=False)
     on_gpu((20, 4), 512, packed=False)
     assert [name for name, *_ in called] == ["flex", "flex", "sdpa"]
@@ -321,7 +321,7 @@ def test_on_gpus_long_rows_that_no_fused_kernel_takes_go_to_the_kernel_made_for_
 def test_on_gpus_where_the_kernel_made_for_a_mask_failed_torchs_attention_takes_the_mask(
     called: list[tuple[str, tuple[int, ...], Any]],
 ) -> None:
-    kernel_trials.leave_attention(("flex",))
+    devices.leave_attention(("flex",))
     on_gpu((20, 4), 2048, packed=True)
     [(name, keys, mask)] = called
     assert (name, keys[1], mask.dtype, tuple(mask.shape)) == ("sdpa", 20, HALF, (2, 1, 2048, 2048))

@@ -35,7 +35,7 @@ KERNELS_LIMIT, MODELS_LIMIT = 3e-6, 3e-5
 @pytest.fixture(autouse=True)
 def trusts_nothing() -> Iterator[None]:
     yield
-    kernel_trials.trust(())
+    devices.trust(())
 
 
 def triton_version() -> tuple[int, ...]:
@@ -105,7 +105,7 @@ def test_nothing_is_used_before_a_trial_found_it_right_and_fastest() -> None:
 
 
 def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None:
-    kernel_trials.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "gemv-nf4"))
+    devices.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "gemv-nf4"))
     x = torch.randn(3, 64)
     assert not triton.ready("rms-norm", x)
     assert RMSNorm(64, 1e-5)(x).shape == x.shape
@@ -114,7 +114,7 @@ def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None
 
 
 def test_inside_the_compiler_of_torch_its_own_operations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_trials.trust(("rms-norm",))
+    devices.trust(("rms-norm",))
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not triton.ready("rms-norm", torch.ones(2, 2))
@@ -145,7 +145,7 @@ def test_a_format_without_kernels_of_ours_is_not_tried(
 
 
 def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_trials.trust(("rms-norm",))
+    devices.trust(("rms-norm",))
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
     assert triton.ready("rms-norm", torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))
     assert not triton.ready("rms-norm", torch.ones(2, 2, dtype=torch.float64))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 from tests.hw.bad_device import ROOT
 from tests.model.interpreted import trained
 from tests.model.made import CHOICES, lively, random_ids
@@ -26,7 +25,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def trusts_nothing() -> Iterator[None]:
     yield
-    kernel_trials.trust(())
+    devices.trust(())
 
 
 def test_models_learn_the_same_with_our_kernels() -> None:

@@ -6,7 +6,7 @@ from bloomery.core.errors import DataError
 from bloomery.model import lora, quantize
 from bloomery.model.config import Base, Lora, ModelConfig, matrices
 from bloomery.model.transformer import Transformer
-from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.compile import checkpoint_activations
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 
 import torch

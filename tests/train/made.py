@@ -19,10 +19,10 @@ from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import collectives, launch
+from bloomery.train.checkpointing import FullModelSaver
 from bloomery.train.config import AdamW, Training
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.savers import FullModelSaver
 from bloomery.train.state import State
 from bloomery.train.step import Trainer
 from bloomery.train.trainer import TrainingRun

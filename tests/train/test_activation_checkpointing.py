@@ -7,7 +7,7 @@ from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train import collectives, fsdp
-from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.compile import checkpoint_activations
 from bloomery.train.config import Level, Mesh
 from bloomery.train.plan.memory import activation_bytes_per_token
 from bloomery.train.plan.sharding import computed_shape

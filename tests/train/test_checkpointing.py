@@ -20,9 +20,9 @@ from bloomery.shards.loader import AnnealedDataset, PackedDataset
 from bloomery.stages import pretrain
 from bloomery.stages.config import Pretrain
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import checkpointing, extension
+from bloomery.train import checkpointing
+from bloomery.train.checkpointing import AdapterSaver
 from bloomery.train.config import AdamW, Finetune, Muon, Training
-from bloomery.train.savers import AdapterSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import checkpoint, hf
 from bloomery.weights.hf import BaseModel
@@ -41,9 +41,9 @@ FREE: dict[str, Any] = {"save_every_seconds": 1e9, "eval_every": 20, "log_every"
 def run(shards: Path, out: Path, steps: int, schedule: Any, given: Path | None = None, **settings: Any) -> Any:
     """A session as the stage runs it."""
     made = session(shards, out, steps=steps, schedule=schedule, **FREE, **settings)
-    extension.remember(made.config, out)
+    checkpointing.remember_settings(made.config, out)
     if given is not None:
-        extension.bring(given, made.config, out, LINEAGE, samples_alike=lambda steps: math.inf)
+        checkpointing.bring_checkpoint(given, made.config, out, LINEAGE, samples_alike=lambda steps: math.inf)
     return made.run()
 
 
@@ -77,7 +77,9 @@ def test_what_a_run_has_done_itself_comes_before_what_another_has(shards: Path, 
     run(shards, tmp_path / "level", 8, LEVEL)
     run(shards, tmp_path / "own", 12, LEVEL)
     made = session(shards, tmp_path / "own", steps=12, schedule=LEVEL, **FREE)
-    extension.bring(tmp_path / "level", made.config, tmp_path / "own", LINEAGE, samples_alike=lambda s: math.inf)
+    checkpointing.bring_checkpoint(
+        tmp_path / "level", made.config, tmp_path / "own", LINEAGE, samples_alike=lambda s: math.inf
+    )
     assert checkpointing.continued_from(tmp_path / "own") is None
 
 
@@ -106,7 +108,7 @@ def test_a_run_on_other_shards_is_refused_without_a_word_of_removing_it(shards: 
     run(shards, tmp_path / "level", 8, LEVEL)
     made = session(shards, tmp_path / "other", steps=12, schedule=LEVEL, **FREE)
     with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nContinue a run on the same data"):
-        extension.bring(
+        checkpointing.bring_checkpoint(
             tmp_path / "level",
             made.config,
             tmp_path / "other",
@@ -120,7 +122,7 @@ def test_two_runs_have_the_learning_rates_of_their_warm_up_and_level_part_in_com
         return build(Training, {"steps": steps, "global_batch_tokens": 1, "schedule": schedule})
 
     def common(one: Training, other: Training) -> int:
-        return extension.common_steps(one, other.model_dump(mode="json"))
+        return checkpointing.common_steps(one, other.model_dump(mode="json"))
 
     half = {"kind": "wsd", "warmup_steps": 10, "decay_fraction": 0.5}
     assert common(training(200, half), training(100, half)) == 51  # the first step of the decay is still at the peak
@@ -139,7 +141,7 @@ def test_the_anneal_mix_is_in_no_common_part(shards: Path, tmp_path: Path) -> No
 
     config = Pretrain(steps=4, global_batch_tokens=4 * T, continue_from=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "bring", bring)
+        patch.setattr(checkpointing, "bring_checkpoint", bring)
         pretrain.go_on(config, AnnealedDataset(main, last, 16), tmp_path, LINEAGE)
     assert given == [AnnealedDataset(main, last, 12).switch, AnnealedDataset(main, last, 16).switch]
 
@@ -147,10 +149,10 @@ def test_the_anneal_mix_is_in_no_common_part(shards: Path, tmp_path: Path) -> No
 def test_a_run_folder_stands_for_its_stage_where_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "07-pretrain-aaaaaaaa" / "checkpoints").mkdir(parents=True)
     own = tmp_path / "run" / "07-pretrain-cccccccc"
-    assert extension._stage_folder(tmp_path / "run", own) == tmp_path / "run" / "07-pretrain-aaaaaaaa"
+    assert checkpointing._stage_folder(tmp_path / "run", own) == tmp_path / "run" / "07-pretrain-aaaaaaaa"
     (tmp_path / "run" / "07-pretrain-bbbbbbbb" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has 2 folders of the stage pretrain"):
-        extension._stage_folder(tmp_path / "run", own)
+        checkpointing._stage_folder(tmp_path / "run", own)
 
 
 # --- what bits depend on ---------------------------------------------------------------------------------------------

@@ -23,10 +23,9 @@ from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset
 from bloomery.train import compile
-from bloomery.train.activation_checkpointing import checkpoint_activations
-from bloomery.train.compile import TIGHT, Verdict, compile_blocks, usual_batches
+from bloomery.train.compile import TIGHT, Verdict, checkpoint_activations, compile_blocks, usual_batches
 from bloomery.train.config import Mesh, Training
-from bloomery.train.plan.dry_run import DryRun
+from bloomery.train.plan.here import DryRun
 from bloomery.train.step import accumulate_gradients, gradients
 from tests.model.made import SHAPES, lively
 from tests.train.made import T, on_cpu, random_batch, session, write_samples

@@ -25,8 +25,8 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import collectives, fsdp, launch, step
+from bloomery.train.collectives import Norms
 from bloomery.train.config import Mesh, Training
-from bloomery.train.norms import Norms
 from bloomery.train.plan.memory import check_shard
 from bloomery.train.preference.config import Prefer
 from bloomery.train.state import Hook, State

@@ -21,15 +21,15 @@ from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import collectives, compile, fsdp, launch, optim
-from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.checkpointing import AdapterSaver, FullModelSaver
+from bloomery.train.collectives import Norms, gradient_norm
+from bloomery.train.compile import checkpoint_activations
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
-from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
 from bloomery.train.precision import Precision
-from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights import checkpoint, hf
 from bloomery.weights.hf import BaseModel, ModelLanguage

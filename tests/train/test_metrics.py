@@ -19,8 +19,8 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages.rollouts import answering, continuing
 from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train.collectives import Norms, by_layer
 from bloomery.train.metrics import EventFile, MainLog, crc32c, flat
-from bloomery.train.norms import Norms, by_layer
 from bloomery.train.precision import Precision
 from bloomery.train.state import PhaseTimer, State
 from tests.model.made import SHAPES, lively

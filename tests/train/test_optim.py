@@ -14,8 +14,8 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.train import collectives, fsdp, launch, optim
+from bloomery.train.collectives import LIBRARY, total_norm
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
-from bloomery.train.norms import LIBRARY, total_norm
 from bloomery.train.optim import (
     BATCH_NUMBERS,
     REMEMBERED,

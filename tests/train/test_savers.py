@@ -11,8 +11,8 @@ from bloomery.model import lora
 from bloomery.model.config import Base, Lora
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp
+from bloomery.train.checkpointing import AdapterSaver
 from bloomery.train.config import Mesh
-from bloomery.train.savers import AdapterSaver
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel
 from bloomery.weights.opened import ADAPTER_WEIGHTS

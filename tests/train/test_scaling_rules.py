@@ -13,7 +13,7 @@ from bloomery.core.errors import ConfigError
 from bloomery.model.config import cost
 from bloomery.recipe import Recipe
 from bloomery.stages.config import Pretrain
-from bloomery.train import scaling_rules
+from bloomery.train import config as train_config
 from bloomery.train.config import AdamW, Muon
 from bloomery.train.plan.memory import rows_per_step
 
@@ -22,7 +22,7 @@ RECIPE = 'name = "a"\n[fetch]\n[pretrain]\ndepth = {depth}\n'
 
 
 def made(layers: int, **given: Any) -> Pretrain:
-    return config.build(Pretrain, scaling_rules.filled({"depth": layers, **given}, VOCAB_SIZE))
+    return config.build(Pretrain, train_config.by_scaling_rules({"depth": layers, **given}, VOCAB_SIZE))
 
 
 def recipe(folder: Path, *settings: str, layers: int = 6) -> Recipe:
@@ -42,8 +42,8 @@ def test_every_head_has_the_same_width_and_all_splits_are_even(layers: int) -> N
     section = made(layers)
     model = section.model
     assert model.num_layers == layers
-    assert model.head_size == scaling_rules.HEAD_WIDTH
-    assert model.hidden_size == model.num_heads * scaling_rules.HEAD_WIDTH
+    assert model.head_size == train_config.HEAD_WIDTH
+    assert model.hidden_size == model.num_heads * train_config.HEAD_WIDTH
     assert model.intermediate_size % 64 == 0
     assert 8 * model.hidden_size <= 3 * model.intermediate_size < 8 * model.hidden_size + 192
     assert section.global_batch_tokens % model.context_length == 0

@@ -14,9 +14,9 @@ from bloomery.core.signals import Terminated
 from bloomery.model import lora
 from bloomery.model.config import Lora
 from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train.checkpointing import AdapterSaver
 from bloomery.train.config import EarlyStopping, Finetune
 from bloomery.train.progress import KeptWeights, best_step, without_gain
-from bloomery.train.savers import AdapterSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation, mean_and_error
 from bloomery.weights import checkpoint, hf

@@ -23,8 +23,8 @@ from bloomery.shards import loader
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import step
+from bloomery.train.checkpointing import FullModelSaver
 from bloomery.train.optim import Optimizers
-from bloomery.train.savers import FullModelSaver
 from bloomery.train.state import Hook, State
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
-from bloomery.core.errors import DataError, shorten
+from bloomery.core.errors import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, DataError, shorten
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -94,11 +94,6 @@ def lone_surrogate(text: str) -> int | None:
 
 TEMPERATURE = 0.7
 """A small model of natural text that takes the most likely token each time often repeats itself, and does not end."""
-MAX_TEMPERATURE = 100.0
-MAX_TOKENS = 2**24
-"""Above every context and every vocabulary."""
-MAX_SEED = 2**63 - 1
-"""Random generators take 63 bits and a sign."""
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 """Entries of a logit bias, and the size of each."""
 

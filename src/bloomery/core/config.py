@@ -28,8 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 from bloomery.core import io as core_io
-from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS
-from bloomery.core.errors import MAX_VALUE_CHARS, ConfigError, shorten
+from bloomery.core.errors import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, MAX_VALUE_CHARS, ConfigError, shorten
 from bloomery.core.io import path_problem
 
 OUT_OF_RANGE = "out_of_range"

@@ -19,6 +19,12 @@ from collections.abc import Iterator
 if sys.platform != "win32":
     import resource
 
+MAX_TEMPERATURE = 100.0
+MAX_TOKENS = 2**24
+"""Above every context and every vocabulary."""
+MAX_SEED = 2**63 - 1
+"""Random generators take 63 bits and a sign."""
+
 MAX_VALUE_CHARS = 200
 MAX_NAME_CHARS = 255
 """What a file system takes as one name, so no whole path is ever cut."""

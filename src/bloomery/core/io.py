@@ -1,5 +1,5 @@
 """
-Atomic file writes, safe reads of files and JSON, and SHA-256 hashes of content.
+Atomic file writes, safe reads of files and JSON, and hashes of content.
 
 Every file is either complete or absent. Everything that a run leaves behind goes through `whole_file`. It writes
 bytes to NAME.partial, flushes them to the disk, and only then renames the file. A process that dies in between
@@ -17,9 +17,13 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from bloomery.core.errors import DataError, RunError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SPECIAL = (
     (stat.S_ISDIR, "a folder"),
@@ -392,3 +396,28 @@ def missing(path: Path) -> str:
 def cache_root(env: Mapping[str, str]) -> Path:
     """The folder of what can be had again and is kept for all runs: $BLOOMERY_CACHE or ~/.cache/bloomery."""
     return Path(env.get("BLOOMERY_CACHE") or "~/.cache/bloomery").expanduser()
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio, and odd: the step of splitmix64."""
+
+
+def splitmix64(values: "NDArray[np.uint64]") -> "NDArray[np.uint64]":
+    """
+    A bijection of 64-bit numbers in which every bit of the input changes every bit of the output.
+
+    The finalizer of splitmix64 (Steele et al. 2014, Fast splittable pseudorandom number generators).
+    """
+    import numpy as np  # not with this file: a command says its first line before numpy is there
+
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def stable_hash(text: str | bytes) -> int:
+    """64 bits of a text, which may hold anything that UTF-8 can encode."""
+    return int.from_bytes(hashlib.sha256(text.encode() if isinstance(text, str) else text).digest()[:8])

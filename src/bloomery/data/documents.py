@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
 from bloomery.core.extras import duckdb, pa, pq
-from bloomery.core.hashing import stable_hash
-from bloomery.core.io import PARTIAL
+from bloomery.core.io import PARTIAL, stable_hash
 from bloomery.data.dedup.candidates import interruptible
 
 SCHEMA = cache(

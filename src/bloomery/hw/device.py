@@ -5,6 +5,10 @@ AMD answers to `torch.cuda` too (ROCm), with `nccl` standing for RCCL. A vendor'
 `torch.cuda.is_bf16_supported()` is True on every AMD GPU, and compute capabilities of AMD GPUs are above every
 threshold of NVIDIA's. So neither decides anything for AMD here.
 
+This module also holds which of Bloomery's own GPU kernels this process may use. The answer is none, until trials on
+this device find a kernel correct and fastest. Callers ask before each use. Permission comes from
+hw/kernel_selection.py.
+
 The peak is the reference for a model's own FLOP/s.
 Vendors' tables go by names that change. They count half a card or sparse zeros, and do not mention a laptop's power
 limit. So the peak is that of some large matmuls of random numbers on this device: the median of a warm GPU, or
@@ -199,6 +203,41 @@ def _processor_name(host: Host) -> str:
     lines = (host.read("proc/cpuinfo") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else host.processor
+
+
+_TRUSTED: set[str] = set()
+_WITHOUT: set[str] = set()
+"""Implementations of attention that this process leaves alone."""
+
+
+def leave_attention(names: Iterable[str]) -> None:
+    """Compute attention by none of these implementations from now on, and by all others."""
+    _WITHOUT.clear()
+    _WITHOUT.update(names)
+
+
+def may_attend(name: str) -> bool:
+    """Whether attention may be computed by an implementation, on a device that was tried or where nothing is known."""
+    return name not in _WITHOUT
+
+
+def trust(kernels: Iterable[str]) -> None:
+    """Use our own implementation of these kernels from now on, and of no others."""
+    _TRUSTED.clear()
+    _TRUSTED.update(kernels)
+
+
+def trusted(kernel: str) -> bool:
+    return kernel in _TRUSTED
+
+
+def all_trusted() -> frozenset[str]:
+    return frozenset(_TRUSTED)
+
+
+def kernel_words() -> str:
+    """The kernels for which our own implementation is used, in words; "" for none."""
+    return ", ".join(sorted(_TRUSTED))
 
 
 OUT_OF_MEMORY = re.compile(

@@ -16,6 +16,7 @@ from typing import Any
 
 from bloomery.core import native
 from bloomery.core.log import info
+from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, compiles_kernels
@@ -52,8 +53,8 @@ def select_kernels(device: Device, host: Host | None = None, keep: Path | None =
     Raises HardwareError where one that training needs fails on this machine in all its implementations.
     """
     host = host or Host.here()
-    kernel_trials.trust(())
-    kernel_trials.leave_attention(())
+    devices.trust(())
+    devices.leave_attention(())
     _ATTENTION.clear()
     outcomes = _kept(device, host, keep) if keep is not None else known(device, host)
     if outcomes is None:
@@ -85,7 +86,7 @@ def trust_tried(device: Device) -> None:
 
 
 def _trust(selected: Mapping[str, TrialResult]) -> None:
-    kernel_trials.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
+    devices.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
 
 
 def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
@@ -137,14 +138,14 @@ def state(device: Device) -> str:
             "math": switches.math_sdp_enabled(),
         }
         order = [name for name in _order_now() if enabled[name]]
-        others = [name for name in ("varlen", "flex") if kernel_trials.may_attend(name)]
+        others = [name for name in ("varlen", "flex") if devices.may_attend(name)]
         words.append(f"attention: {', '.join([*order, *others])}")
         words.extend(f"{kind} by {name}" for kind, name in _ATTENTION.items())
         words.append(f"matmuls: {torch.backends.cuda.preferred_blas_library()}")
         if torch.are_deterministic_algorithms_enabled():
             words.append("deterministic")
-        if kernel_trials.state():
-            words.append(f"by Triton: {kernel_trials.state()}")
+        if devices.kernel_words():
+            words.append(f"by Triton: {devices.kernel_words()}")
     return "; ".join(words)
 
 
@@ -159,7 +160,7 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
     # Where flex is faster, the other is left alone; where flash attention is, flex still has windows and ALiBi.
     kept = documents if documents[:1] == ["varlen"] else documents[:1]
     left = known_here - {*order, *kept}
-    kernel_trials.leave_attention(left)
+    devices.leave_attention(left)
     if kernel_trials.needs_experimental(device.vendor, outcomes):
         os.environ.setdefault(kernel_trials.EXPERIMENTAL, "1")  # AOTriton reads it in the first call of attention
     for name, switch in switches.items():
@@ -173,7 +174,7 @@ def _take_attention(device: Device, outcomes: Sequence[TrialResult]) -> None:
         switches[preferred](False)
         again = _choices(device)
         if again[ROWS] == order[0]:
-            kernel_trials.leave_attention(left | {preferred})
+            devices.leave_attention(left | {preferred})
             _ATTENTION.update(again)
         else:
             switches[preferred](True)
@@ -231,7 +232,7 @@ def _report_attention(device: Device) -> None:
     """Say what attention is computed by, and warn where its memory grows with the square of the row."""
     if not _ATTENTION:
         return
-    flex = kernel_trials.may_attend("flex") and compiles_kernels(device.torch_device)
+    flex = devices.may_attend("flex") and compiles_kernels(device.torch_device)
     info(f"  attention: {', '.join(f'{kind} by {name}' for kind, name in _ATTENTION.items())}")
     square = [kind for kind, name in _ATTENTION.items() if name == "math"]
     if square and not flex:

@@ -8,9 +8,6 @@ Saved results are filed by chip, driver, torch, Triton and environment. When any
 longer count, and the machine is tried again. A run takes the fastest implementation of each kernel that passed. A
 run does not start if a kernel has no such implementation.
 
-This module also holds which of Bloomery's own GPU kernels this process may use. The answer is none, until trials on
-this device find a kernel correct and fastest. Callers ask before each use. Permission comes from
-hw/kernel_selection.py.
 """
 
 import hashlib
@@ -19,7 +16,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -36,41 +33,6 @@ from bloomery.hw.host import CommandResult, Host, cpu_features, find_gpus
 
 OWN = "triton"
 """The implementation by kernels of our own, in the words of trials."""
-
-_TRUSTED: set[str] = set()
-_WITHOUT: set[str] = set()
-"""Implementations of attention that this process leaves alone."""
-
-
-def leave_attention(names: Iterable[str]) -> None:
-    """Compute attention by none of these implementations from now on, and by all others."""
-    _WITHOUT.clear()
-    _WITHOUT.update(names)
-
-
-def may_attend(name: str) -> bool:
-    """Whether attention may be computed by an implementation, on a device that was tried or where nothing is known."""
-    return name not in _WITHOUT
-
-
-def trust(kernels: Iterable[str]) -> None:
-    """Use our own implementation of these kernels from now on, and of no others."""
-    _TRUSTED.clear()
-    _TRUSTED.update(kernels)
-
-
-def trusted(kernel: str) -> bool:
-    return kernel in _TRUSTED
-
-
-def all_trusted() -> frozenset[str]:
-    return frozenset(_TRUSTED)
-
-
-def state() -> str:
-    """The kernels for which our own implementation is used, in words; "" for none."""
-    return ", ".join(sorted(_TRUSTED))
-
 
 TrialStatus = Literal["passed", "failed", "absent"]
 

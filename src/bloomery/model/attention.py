@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.kernels.cpu import causal_attention
@@ -290,7 +289,7 @@ def _takes_segments(
         if mask.bounds is None or mask.allowed is not None or mask.slopes is not None or mask.is_windowed:
             return False
         fits = dtype in HALF and head_width == value_width <= WIDEST_HEAD["flash"] and head_width % 8 == 0
-        return fits and devices.is_gpu(device) and kernel_trials.may_attend("varlen")
+        return fits and devices.is_gpu(device) and devices.may_attend("varlen")
 
     return mask.cached(("segments", dtype, head_width, value_width), decide)
 
@@ -308,7 +307,7 @@ def _takes_flex(
             return False
         if mask.is_causal and _takes_rows(dtype, head_width, value_width):
             return False
-        passed = kernel_trials.may_attend("flex") and devices.compiles_kernels(device)
+        passed = devices.may_attend("flex") and devices.compiles_kernels(device)
         return passed and min(head_width, value_width) >= NARROWEST_FLEX_HEAD
 
     return mask.cached(("flex", dtype, head_width, value_width), decide)
@@ -319,13 +318,13 @@ def _takes_groups(dtype: torch.dtype, head_width: int, value_width: int) -> bool
     return (
         dtype in HALF
         and head_width == value_width
-        and any(kernel_trials.may_attend(name) and head_width <= most for name, most in WIDEST_HEAD.items())
+        and any(devices.may_attend(name) and head_width <= most for name, most in WIDEST_HEAD.items())
     )
 
 
 def _takes_rows(dtype: torch.dtype, head_width: int, value_width: int) -> bool:
     """The same of causal rows whose key heads may be repeated. Values wider than keys are left out: not all GPUs do."""
-    efficient = head_width == value_width and kernel_trials.may_attend("efficient")
+    efficient = head_width == value_width and devices.may_attend("efficient")
     return efficient or _takes_groups(dtype, head_width, value_width)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.chat import LONGEST_ANSWER, MAX_TOKENS, Message, SamplingConfig
-from bloomery.core.errors import CheckpointError, DataError, RunError
+from bloomery.core.chat import LONGEST_ANSWER, Message, SamplingConfig
+from bloomery.core.errors import MAX_TOKENS, CheckpointError, DataError, RunError
 from bloomery.generate.engine import Engine
 from bloomery.generate.scheduler import Request, Ticket, Timings
 from bloomery.model.quantize import QuantizedLinear

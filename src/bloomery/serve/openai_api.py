@@ -19,14 +19,12 @@ from pydantic_core import PydanticCustomError
 from bloomery.core.chat import (
     LIMITS,
     MAX_BIAS,
-    MAX_SEED,
-    MAX_TOKENS,
     Message,
     SamplingConfig,
     ToolMessage,
     bad_character,
 )
-from bloomery.core.errors import DataError, readable
+from bloomery.core.errors import MAX_SEED, MAX_TOKENS, DataError, readable
 from bloomery.serve.chat_model import MAX_CHOICES, MAX_SEQUENCES, Asked
 from bloomery.serve.constrained import (
     MAX_SCHEMA,

@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 from bloomery.core.config import Bytes, Config, DiskPath, Seed, Share
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc
-from bloomery.core.hashing import splitmix64
-from bloomery.core.io import whole_file
+from bloomery.core.io import splitmix64, whole_file
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import is_held_out, spans_by_size
 from bloomery.data.executor import Part

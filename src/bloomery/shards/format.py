@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from bloomery.core import cache
 from bloomery.core.errors import DataError
 from bloomery.core.io import sha256_bytes, sha256_file, whole_file
 from bloomery.core.records import Count, NameInside, read_record
@@ -237,6 +236,8 @@ def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False)
             what = "begins or ends with bytes that differ from its index"
             raise DataError(what, where=str(path.parent / name), hint=_AGAIN)
     if verify:
+        from bloomery.core import cache
+
         for name, expected in index["sha256"].items():
             if cache.changed(path.parent, {name: expected}):
                 raise DataError("has a sha256 that differs from its index", where=str(path.parent / name), hint=_AGAIN)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.hashing import GOLDEN, splitmix64
+from bloomery.core.io import GOLDEN, splitmix64
 from bloomery.shards import format
 
 ROUNDS = 4

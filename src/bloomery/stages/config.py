@@ -52,11 +52,10 @@ from bloomery.hw import launcher
 from bloomery.hw.host import DeviceChoice
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
+from bloomery.train.config import TOKENS_PER_PARAMETER, Depth, TokenRatio, Training
 from bloomery.train.config import Finetune as Finetune
-from bloomery.train.config import Training
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.config import Prefer as Prefer
-from bloomery.train.scaling_rules import TOKENS_PER_PARAMETER, Depth, TokenRatio
 
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 

@@ -19,11 +19,10 @@ from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
 from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Renderer, Template, special_tokens
 from bloomery.train import fsdp, launch
-from bloomery.train.checkpointing import ModelSaver
+from bloomery.train.checkpointing import AdapterSaver, FullModelSaver, ModelSaver
 from bloomery.train.config import Adapters
 from bloomery.train.plan.memory import check_shard, rows_per_step
 from bloomery.train.progress import KeptWeights
-from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import BaseModel, Lineage, Loaded

@@ -48,11 +48,10 @@ from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answerin
 from bloomery.tokenizer.chat_template import ChatRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import launch
-from bloomery.train.checkpointing import ModelSaver
+from bloomery.train.checkpointing import AdapterSaver, FullModelSaver, ModelSaver
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
 from bloomery.train.preference.losses import CHOSEN, REJECTED, GRPOLoss, PairTable, PreferenceLoss, reference_of
-from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
 from bloomery.weights import hf, locate

@@ -19,9 +19,9 @@ from bloomery.stages.config import Pretrain, start_digest
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import extension, fsdp, launch
+from bloomery.train import checkpointing, fsdp, launch
+from bloomery.train.checkpointing import FullModelSaver
 from bloomery.train.plan.memory import check_shard, rows_at_once, rows_per_step
-from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import Lineage
@@ -75,9 +75,9 @@ def go_on(config: Pretrain, samples: PackedDataset | AnnealedDataset, out: Path,
             return math.inf
         return float(AnnealedDataset(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
 
-    extension.remember(config, out)
+    checkpointing.remember_settings(config, out)
     if config.continue_from is not None:
-        extension.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
+        checkpointing.bring_checkpoint(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
 
 
 def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]:

@@ -5,8 +5,13 @@ A save starts and continues in a thread. Weights that are not finite are never s
 checkpoint, whenever that was saved. It rolls back only to checkpoints of steps that are saved independently of the
 clock, the start among them. Otherwise weights would depend on how fast the machine was.
 
-What a save holds of the model is up to a `ModelSaver`: all weights, or the adapters alone (savers.py). A longer run
-can extend a shorter one (extension.py).
+What a save holds of the model is up to a `ModelSaver`: all weights, or the adapters alone.
+
+A run with more steps can extend a shorter run instead of repeating its first steps. It ends as if it had run from
+the start. The sequence of samples does not depend on the number of steps. Until the decay begins, neither does the
+learning rate of a constant schedule. So a checkpoint of the shorter run that lies in the part common to both
+belongs to the longer run too. It is copied with the metrics logged until then, and `continued.json` says where it
+came from. Any other difference than the number of steps and the decay is refused by name.
 
 The last bits of a training run depend on more than recipe and data. This is recorded, and compared on resume. The
 order in which numbers are added differs with the number of threads where kernels are compiled. It differs between
@@ -17,30 +22,40 @@ the difference is one of rounding.
 
 import os
 import platform
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core import io as core_io
 from bloomery.core import native
+from bloomery.core.config import build, plain
 from bloomery.core.errors import CheckpointError, RunError
-from bloomery.core.log import info
-from bloomery.core.records import read_record
+from bloomery.core.io import MANIFEST
+from bloomery.core.log import METRICS, info
+from bloomery.core.records import read_manifest, read_record
 from bloomery.hw import copies, kernel_selection
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
+from bloomery.model import lora
+from bloomery.model.config import Lora
 from bloomery.model.kernels import cpu
-from bloomery.model.transformer import Transformer
-from bloomery.train import collectives, norms, progress
+from bloomery.model.transformer import Transformer, on_meta
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train import collectives, fsdp, progress
 from bloomery.train.config import Training
-from bloomery.train.optim import Optimizers
+from bloomery.train.metrics import MAIN_LOG
+from bloomery.train.optim import Optimizers, learning_rate_share
 from bloomery.train.state import State, forget
-from bloomery.weights import checkpoint
+from bloomery.train.validation import SAMPLES
+from bloomery.weights import checkpoint, hf, peft
 from bloomery.weights.checkpoint import Checkpoint, RollbackInfo, Saver
+from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
 
 import torch
 from torch import Tensor
@@ -102,7 +117,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
     }
 
 
-LIBRARIES = (cpu.LIBRARY, cpu.NORMS, cpu.MATMUL_LIBRARY, norms.LIBRARY)
+LIBRARIES = (cpu.LIBRARY, cpu.NORMS, cpu.MATMUL_LIBRARY, collectives.LIBRARY)
 """Compiled ones that compute in a step."""
 KERNEL_SETTINGS = (
     "MKL_CBWR",
@@ -336,3 +351,213 @@ CONTINUED = "continued.json"
 def continued_from(out: Path) -> dict[str, Any] | None:
     """Where the first steps of a run come from, if from another run."""
     return read_record(out / CONTINUED, dict[str, Any]) if (out / CONTINUED).exists() else None
+
+
+@dataclass
+class FullModelSaver:
+    """Every weight."""
+
+    model: Transformer
+    language: ModelLanguage | Renderer
+    lineage: Lineage
+    of_adapters: ClassVar[bool] = False
+
+    def write(self, folder: Path, step: int) -> None:
+        hf.save(folder, self.model, self.language, replace(self.lineage, step=step), number_format=None)
+
+    def copied(self, world: World) -> tuple[Write, int]:
+        twin = fsdp.copy_of(self.model, world)
+        return FullModelSaver(twin, self.language, self.lineage).write, fsdp.weight_bytes(twin)
+
+    def fill(self, folder: Path, world: World) -> None:
+        if not collectives.is_sharded(self.model):
+            hf.fill(self.model, folder, self.lineage)
+            return
+        full_weights: dict[str, Tensor] | None = None
+        with world.alike():
+            if world.is_first:
+                twin = on_meta(self.model.config, self.model.vocab_size).to_empty(device="cpu")
+                if self.model.config.tie_embeddings:
+                    twin.head.weight = twin.embed.weight
+                hf.fill(twin, folder, self.lineage)
+                full_weights = dict(twin.named_parameters())
+        fsdp.take(self.model, full_weights)
+
+
+@dataclass
+class AdapterSaver:
+    """Saves the adapters alone. Their frozen base stays where it is."""
+
+    model: Transformer
+    language: ModelLanguage | Renderer
+    settings: Lora
+    base: BaseModel
+    lineage: Lineage
+    of_adapters: ClassVar[bool] = True
+    _lengths: dict[str, Tensor] = field(default_factory=dict)
+    """Of rows of frozen matrices of a sharded model that transformers has in one tensor with adapted ones of DoRA."""
+
+    def write(self, folder: Path, step: int) -> None:
+        self._write(folder, step, dict(lora.weights(self.model)))
+
+    def copied(self, world: World) -> tuple[Write, int]:
+        weights = {name: collectives.whole(one).to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
+        if self.settings.dora and collectives.is_sharded(self.model) and not self._lengths:
+            twin = self._twin()
+            for path in peft.unadapted_parts(weights, twin, self.base.kind):
+                lengths = fsdp.row_lengths(self.model.get_submodule(path), twin.get_submodule(path))
+                self._lengths[f"{path}.magnitude"] = lengths.cpu()
+        weights |= self._lengths
+        size = sum(one.numel() * one.element_size() for one in weights.values())
+        return lambda folder, step: self._write(folder, step, weights), size
+
+    def fill(self, folder: Path, world: World) -> None:
+        if not collectives.is_sharded(self.model):
+            hf.fill_adapters(self.model, folder, self.lineage)
+            return
+        names, twin = lora.weights(self.model).keys(), self._twin()
+        with world.alike():
+            if world.is_first:
+                hf.fill_adapters(twin, folder, self.lineage)
+        fsdp.take(self.model, lora.weights(twin) if world.is_first else None, names)
+
+    def _twin(self) -> Transformer:
+        """A model of the same names and whole shapes, whose adapters alone have numbers."""
+        twin = on_meta(self.model.config, self.model.vocab_size)
+        lora.attach(twin, self.settings, 0)
+        return twin
+
+    def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:
+        lineage = replace(self.lineage, step=step)
+        model = self._twin() if collectives.is_sharded(self.model) else self.model
+        hf.save_adapters(folder, weights, model, self.language, lineage, self.settings, self.base)
+
+
+SETTINGS = "settings.json"
+FREE = ("steps", "schedule", "device", "depth", "tokens_per_parameter", "start_from")
+"""What may differ: shares of the learning rate are compared step by step, what training starts from by its content."""
+
+
+def remember_settings(config: Training, out: Path) -> None:
+    """Leave in a stage's folder with which settings it trains, so that a longer run can be compared with it."""
+    out.mkdir(parents=True, exist_ok=True)
+    core_io.write_json(out / SETTINGS, plain(config, stable_only=True))
+    if not _trained(out):
+        (out / CONTINUED).unlink(missing_ok=True)  # of an attempt that died before it had brought a checkpoint
+
+
+def bring_checkpoint(
+    path: Path, config: Training, out: Path, lineage: Lineage, *, samples_alike: Callable[[int], float]
+) -> None:
+    """
+    Bring the newest checkpoint of another run of this stage to `out` that this run would come by as well, if `out` has
+    none yet. `samples_alike` says for a number of steps how many samples come before their order depends on it.
+
+    Raises CheckpointError where there is none, or the other run differs in something else.
+    """
+    own = checkpoint.newest_folder(out / "checkpoints")
+    if own is not None and int(own.name):
+        return
+    folder = _stage_folder(path, out)
+    before = _settings(folder)
+    if differing := _setting_changes(before, plain(config, stable_only=True)):
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        what = f"was trained with other settings: {'; '.join(differing[:3])}{more}"
+        raise CheckpointError(what, where=str(folder), hint="Use the same settings, or remove continue_from.")
+    last = common_steps(config, before)
+    newest = checkpoint.newest_folder(folder / "checkpoints", before=last + 1)
+    while newest is not None and _samples(newest) > min(map(samples_alike, (config.steps, before["steps"]))):
+        newest = checkpoint.newest_folder(folder / "checkpoints", before=int(newest.name))
+    if newest is None or not int(newest.name):
+        there = ", ".join(map(str, _trained(folder))) or "none"
+        what = f"has the same learning rates until step {last}, but no checkpoint of that part (only: {there})"
+        hint = "A run keeps the end of its constant part and every keep_every steps. Or remove continue_from."
+        raise CheckpointError(what, where=str(folder), hint=hint)
+    _same_origin(newest, lineage)
+    _copy(newest, folder, out)
+
+
+def common_steps(config: Training, before: Mapping[str, Any]) -> int:
+    """After how many steps two runs still have had the same learning rates."""
+    other = build(Training, {name: value for name, value in before.items() if name in Training.model_fields})
+    pairs = range(1, min(config.steps, other.steps) + 1)
+    same = (
+        learning_rate_share(config.schedule, t, config.steps) == learning_rate_share(other.schedule, t, other.steps)
+        for t in pairs
+    )
+    return next((t - 1 for t, alike in zip(pairs, same, strict=True) if not alike), len(pairs))
+
+
+def _trained(folder: Path) -> list[int]:
+    """The steps of a stage's checkpoints but for the start, of which a run has one before it has done anything."""
+    return [step for one in checkpoint.folders(folder / "checkpoints") if (step := int(one.name))]
+
+
+def _stage_folder(path: Path, out: Path) -> Path:
+    """The folder of a stage, or that of the only stage of this name in a run that has checkpoints."""
+    if (path / "checkpoints").is_dir():
+        return path
+    name = out.name.split("-")[1] if out.name.count("-") >= 2 else out.name
+    there = [one for one in sorted(path.glob(f"[0-9][0-9]-{name}-*")) if (one / "checkpoints").is_dir() and one != out]
+    if len(there) == 1:
+        return there[0]
+    names = ", ".join(one.name for one in there) or "none"
+    what = f"has {len(there)} folders of the stage {name} with checkpoints ({names})"
+    raise CheckpointError(what, where=str(path), hint="Set continue_from to one folder of that stage.")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    if (folder / SETTINGS).exists():
+        return read_record(folder / SETTINGS, dict[str, Any], error=CheckpointError)
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)["config"]
+    what = f"does not record its training settings: it has neither {SETTINGS} nor {MANIFEST}"
+    raise CheckpointError(what, where=str(folder), hint="Remove continue_from to train from the start.")
+
+
+def _setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What both know and is not the same, each as `name was X and is Y`."""
+    known, current = (dict(_flat({n: v for n, v in one.items() if n not in FREE})) for one in (before, now))
+    pairs = [(name, known[name], value) for name, value in current.items() if name in known]
+    return [f"{name} was {was!r} and is {value!r}" for name, was, value in pairs if was != value]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _samples(newest: Path) -> int:
+    return checkpoint.read_state(newest)["samples"]
+
+
+def _same_origin(newest: Path, lineage: Lineage) -> None:
+    saved, expected = (asdict(replace(one, step=0)) for one in (hf.lineage_of(newest), lineage))
+    for name in saved:
+        if saved[name] != expected[name]:
+            was, is_now = (one[name][:8] if one[name] else "none" for one in (saved, expected))
+            hint = "Continue a run on the same data, or remove continue_from."
+            raise CheckpointError(
+                f"was made with {name} {was}, but this run has {is_now}", where=str(newest), hint=hint
+            )
+
+
+def _copy(newest: Path, folder: Path, out: Path) -> None:
+    root = out / "checkpoints"
+    partial = root / (newest.name + core_io.PARTIAL)
+    with core_io.disk_errors(partial):
+        root.mkdir(parents=True, exist_ok=True)
+        checkpoint.check_space(partial, sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()))
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(newest, partial)
+        for name in (METRICS, MAIN_LOG, SAMPLES):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, out / name)
+        facts = {"from": str(folder), "step": int(newest.name), "manifest": core_io.sha256_file(newest / MANIFEST)}
+        core_io.write_json(out / CONTINUED, facts)
+        core_io.sync_folder(partial)
+        partial.rename(root / newest.name)
+    info(f"  the first {int(newest.name)} steps come from {folder}")

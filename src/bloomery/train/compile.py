@@ -1,5 +1,5 @@
 """
-Apply torch.compile to the blocks of a model if the results match.
+How the blocks of a model run: compiled by torch.compile if the results match, and with activations recomputed.
 
 If the recipe leaves the choice open, compiled blocks must also be faster. Blocks are compiled separately. They
 share one piece of code, so that a deep model compiles as fast as a shallow one. A first step decides: loss and
@@ -9,6 +9,17 @@ time, the plain blocks are used, and the reason is printed.
 The compiler makes another program for each shape. Shapes that the first step has not tried run on the plain blocks.
 What blocks share, such as a mask, is made before the first block. Compiled code could not keep it for the next.
 torch may also give up without an error, and call the plain code. So the graphs that it made are counted.
+
+`checkpoint_activations` has blocks recompute activations in the backward pass instead of keeping them:
+
+    none         nothing
+    full         each block: only its input is kept
+    selective    the cheap operations of each block. Its input stays, and so do the results of matmuls with weights
+                 and of fused attention. Recomputed are norms, positions, activations, and attention weights
+                 that were written out
+
+The gradients are the same bits, because the same operations make them (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 """
 
 import importlib
@@ -30,6 +41,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import RunError
 from bloomery.core.log import info
@@ -40,17 +52,18 @@ from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.attention import Attention, AttentionMask
 from bloomery.model.config import ModelConfig
+from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset, SampleSource
 from bloomery.train import collectives
-from bloomery.train.activation_checkpointing import RecomputedForward, checkpoint_activations
-from bloomery.train.config import Training
+from bloomery.train.config import Level, Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
 from bloomery.train.step import accumulate_gradients, retry_on_overflow
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 CompileMode = Literal["off", "auto", "on"]
 Trial = Callable[[], tuple[float, float]]
@@ -499,3 +512,43 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+]
+"""Batched matmuls are not among these: on a CPU their results are the attention weights, T × T for each head."""
+
+
+def checkpoint_activations(model: Transformer, level: Level) -> None:
+    """Have the blocks of a model compute again in the backward pass what `level` says. Names of weights stay."""
+    for block in model.blocks:
+        plain: Callable[..., Tensor] = block.__dict__.pop("forward", block.forward)
+        plain = getattr(plain, "plain", plain)
+        if level != "none":
+            block.__dict__["forward"] = RecomputedForward(plain, level)
+
+
+class RecomputedForward:
+    """A block's forward pass that keeps less, where anything has to be kept."""
+
+    def __init__(self, plain: Callable[..., Tensor], level: Level) -> None:
+        self.plain, self.level = plain, level
+        self._how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if level == "selective":
+            self._how["context_fn"] = partial(create_selective_checkpoint_contexts, [*KEPT, cpu.forward_operation()])
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.plain(*inputs)
+        output: Tensor = checkpoint(self.plain, *inputs, **self._how)
+        return output

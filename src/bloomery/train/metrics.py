@@ -38,8 +38,8 @@ from bloomery.core.io import disk_errors, whole_file
 from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.hw.device import Device
 from bloomery.hw.monitor import GpuMonitor
+from bloomery.train.collectives import Norms
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
-from bloomery.train.norms import Norms
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
 
 SHOWN_SAMPLES = 8

@@ -28,13 +28,12 @@ from typing import Any
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
-from bloomery.core.hashing import stable_hash
+from bloomery.core.io import stable_hash
 from bloomery.hw.distributed import World
 from bloomery.model.kernels.cpu import call
-from bloomery.train.collectives import computed_on, like, local, part_like, part_number, whole
+from bloomery.train.collectives import LIBRARY, computed_on, like, local, part_like, part_number, takes_compiled, whole
 from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.loss import on_processor
-from bloomery.train.norms import LIBRARY, takes_compiled
 
 import torch
 import torch.nn.functional as F

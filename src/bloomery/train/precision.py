@@ -16,7 +16,6 @@ from typing import Literal
 
 from bloomery.core.log import info
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.train.config import Training
@@ -126,6 +125,8 @@ class Precision:
         The device and the format that a section of a recipe asks for; they are printed. A deterministic run keeps its
         choice of kernels in the folder `out`. All ranks take the choice that the first rank has kept.
         """
+        from bloomery.hw import kernel_selection
+
         devices.return_freed_memory()  # what earlier stages of this process left
         device = devices.find(config.device, open=False)
         be_deterministic(config.deterministic)  # before the GPU is opened: its library reads the environment then

@@ -23,15 +23,14 @@ from bloomery.core.errors import HardwareError
 from bloomery.core.log import counted, info
 from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 from bloomery.hw.distributed import World, exchanging
 from bloomery.model.attention import segment_bounds
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train import collectives
+from bloomery.train.collectives import Norms, gradient_norm
 from bloomery.train.loss import token_losses
-from bloomery.train.norms import Norms, gradient_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.state import Hooks, LeftOthersError, PhaseTimer, SkippedStep, SpikeGuard, State
@@ -276,7 +275,7 @@ def placed(batch: Batch, device: torch.device) -> "Placed":
     """A micro-batch on a device. What depends on its numbers is found out here, without asking the device."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())
     arrays = [batch.ids, batch.positions] if whole else [batch.ids, batch.positions, batch.segments]
-    by_bounds = devices.is_gpu(device) and kernel_trials.may_attend("varlen")
+    by_bounds = devices.is_gpu(device) and devices.may_attend("varlen")
     bounds = segment_bounds(batch.segments) if by_bounds and not whole else None
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()

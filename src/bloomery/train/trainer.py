@@ -29,13 +29,12 @@ from bloomery.shards.loader import PackedDataset, SampleSource, batches, others_
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
+from bloomery.train.collectives import Norms
 from bloomery.train.config import Mesh, Training, WSDSchedule
 from bloomery.train.loss import chunks_of
 from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
-from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
-from bloomery.train.plan.dry_run import DryRun, tell
-from bloomery.train.plan.here import decided, offload_cost
+from bloomery.train.plan.here import DryRun, decided, offload_cost, tell
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
@@ -306,7 +305,7 @@ class TrainingRun:
 
     @property
     def _keep(self) -> RetentionPolicy:
-        """Which checkpoints stay. Longer runs can resume from the checkpoint that ends a level part (extension.py)."""
+        """Which checkpoints stay. Longer runs can resume from the checkpoint that ends a level part."""
         config, schedule = self.config, self.config.schedule
         level = frozenset([decay_start(schedule, config.steps)] if isinstance(schedule, WSDSchedule) else [])
         return RetentionPolicy(

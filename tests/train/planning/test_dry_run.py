@@ -7,8 +7,8 @@ import pytest
 
 from bloomery.hw.device import Device
 from bloomery.train import step
-from bloomery.train.plan import dry_run
-from bloomery.train.plan.dry_run import Tried
+from bloomery.train.plan import here
+from bloomery.train.plan.here import Tried
 from tests.train.made import T, model_bytes, session
 from tests.train.test_memory import Small
 
@@ -57,7 +57,7 @@ def test_nothing_is_tried_where_it_is_not_wanted(shards: Path, tmp_path: Path, m
     def never(*anything: Any) -> Tried:
         raise AssertionError
 
-    monkeypatch.setattr(dry_run.DryRun, "run", never)
+    monkeypatch.setattr(here.DryRun, "run", never)
     session(shards, tmp_path / "run", steps=2).run()
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from bloomery.hw.device import Device
 from bloomery.model.config import Lora, ModelConfig
+from bloomery.train.collectives import total_norm
 from bloomery.train.config import AdamW
-from bloomery.train.norms import total_norm
 from bloomery.train.plan import trace
 from bloomery.train.plan.trace import Timed, TracedStep, timed
 from tests.train.made import processor

@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core.hashing import GOLDEN, splitmix64
+from bloomery.core.io import GOLDEN, splitmix64
 
 Hashes = NDArray[np.uint64]
 ShingleKind = Literal["words", "characters"]

@@ -36,7 +36,7 @@ from bloomery.core import native
 from bloomery.core.config import repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc, pq
-from bloomery.core.hashing import GOLDEN, splitmix64
+from bloomery.core.io import GOLDEN, splitmix64
 from bloomery.data import documents as data_documents
 from bloomery.data.dedup import hashing
 from bloomery.data.dedup.hashing import Hashes, ShingleKind, Shingles, jaccard, shingle_set, shingles

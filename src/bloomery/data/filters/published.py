@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from bloomery.core.config import DiskPath, PositiveLength, Ratio, Share, TextLength
-from bloomery.core.hashing import GOLDEN, splitmix64
+from bloomery.core.io import GOLDEN, splitmix64
 from bloomery.data.filters import features
 from bloomery.data.filters.features import (
     NEWLINE,

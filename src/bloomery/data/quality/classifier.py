@@ -38,7 +38,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
 from bloomery.core.extras import linear_model, metrics, sparse
-from bloomery.core.hashing import stable_hash
+from bloomery.core.io import stable_hash
 from bloomery.data.dedup import hashing
 from bloomery.data.dedup.hashing import CHARACTERS_AT_ONCE, NgramSizes
 from bloomery.data.documents import batched_by_size

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.core.hashing import stable_hash
+from bloomery.core.io import stable_hash
 from bloomery.data import documents
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows

@@ -31,7 +31,7 @@ from bloomery.model.attention import (
     softmax_attention,
 )
 from bloomery.model.config import Base
-from bloomery.model.kernels import cpu, reference, triton
+from bloomery.model.kernels import cpu, triton
 from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import RMSNorm, rotate
 from bloomery.model.quantize import QuantizedLinear, frozen
@@ -146,7 +146,7 @@ def _fused_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _plain_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     reached = logits.gather(1, targets[:, None]).float()
-    z, grads = reference.cross_entropy_(logits, targets, 0.0, True)
+    z, grads = triton.plain_cross_entropy_(logits, targets, 0.0, True)
     assert grads is not None
     return (z - reached)[:, 0], grads
 
@@ -154,7 +154,7 @@ def _plain_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def triton_cross_entropy(device: Device, lost: Losing) -> None:
     """Compared by hand, because the kernel may overwrite the logits with their gradients."""
     logits, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
-    z, reached, exact_grads = reference.cross_entropy(logits.double(), targets)
+    z, reached, exact_grads = triton.plain_cross_entropy(logits.double(), targets)
     say(trying="loss")
     losses, grads = lost(*_on(device, logits.clone(), targets))
     compare("loss", losses, z - reached)
@@ -192,7 +192,7 @@ def rotary(device: Device, turned: Turning, normed: bool) -> None:
 
     def formula(x: Tensor, weight: Tensor | None = None) -> Tensor:
         rope = cosine.to(dtype).double(), sine.to(dtype).double()
-        return reference.rotate(x, *rope, weight, None if weight is None else EPS)
+        return triton.plain_rotate(x, *rope, weight, None if weight is None else EPS)
 
     probes.forward_and_back(device, "rotated", work, formula, inputs, grad, "xg"[: len(inputs)])
     tokens = _long(device)

@@ -2,7 +2,8 @@
 GPU operations with gradients that launch Bloomery's Triton kernels.
 
 Callers ask `ready(kernel, tensor)` first, and keep their own lines of PyTorch for when it says no. The formulas
-that trials and tests compare with are in model/kernels/reference.py.
+that trials and tests compare with stand at the end, as `plain_…`. They run in the format of their inputs. Training
+uses `plain_cross_entropy_` where it has no kernel.
 
 Triton may be missing. Then no caller gets here, because no kernel was trusted. A launch can also be written down
 instead, so that it is compiled for GPUs that are not there.
@@ -23,7 +24,6 @@ from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def ready(kernel: str, *tensors: Tensor) -> bool:
     if kernel in _TRACED.get():
         return all(tensor.dtype in DTYPES for tensor in tensors)
     return (
-        kernel_trials.trusted(kernel)
+        devices.trusted(kernel)
         and all(type(one) in (Tensor, nn.Parameter) and one.dtype in DTYPES for one in tensors)
         and all(devices.compiles_kernels(one.device) for one in tensors)
     )
@@ -390,3 +390,53 @@ def gemv(
         return y[0]
     total = y.sum(0)
     return (total if bias is None else total + bias).to(x.dtype)
+
+
+def plain_rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float) -> Float[Tensor, "*B D"]:
+    """x / √(mean(x²) + ε) · weight"""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def plain_rotate(
+    x: Float[Tensor, "B N T E"],
+    cosine: Float[Tensor, "#B 1 T E"],
+    sine: Float[Tensor, "#B 1 T E"],
+    weight: Float[Tensor, " E"] | None = None,
+    eps: float | None = None,
+) -> Float[Tensor, "B N T E"]:
+    """(first · cos − second · sin, second · cos + first · sin) of each head's halves, after its norm."""
+    x = x if eps is None else plain_rms_norm(x, weight, eps)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def plain_cross_entropy(
+    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
+    """z = log Σ exp(logits), the targets' logits `reached`, and the gradients of Σ (z − reached + z_loss · z²)."""
+    counts, labels = targets >= 0, targets.clamp_min(0)[:, None]
+    z, reached = torch.logsumexp(logits, 1), logits.gather(1, labels)[:, 0]
+    grads = torch.softmax(logits, 1) * (1 + 2 * z_loss * z)[:, None]
+    grads = grads.scatter_add(1, labels, -torch.ones_like(labels, dtype=logits.dtype)) * counts[:, None]
+    return z * counts, reached * counts, grads
+
+
+def plain_cross_entropy_(
+    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, with_grads: bool, share: float = 1.0
+) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C V"] | None]:
+    """
+    z, and `share` times the gradients, in few passes over memory. Training uses it where there is no kernel.
+
+    z is in float32, the gradients in the dtype of the logits, which may be overwritten. Every target counts.
+    """
+    if not with_grads:
+        return torch.logsumexp(logits.float(), 1, keepdim=True), None
+    labels = targets[:, None]
+    largest, index = logits.max(1, keepdim=True)
+    shares = torch.softmax(logits, 1, dtype=torch.float32)
+    z = largest.float() - shares.gather(1, index).log_()  # the largest share is at least 1 / V
+    if z_loss:
+        shares.mul_(1 + 2 * z_loss * z)
+    shares.scatter_add_(1, labels, shares.new_full(labels.shape, -1.0))
+    return z, torch.mul(shares, share, out=shares if logits.dtype == torch.float32 else logits)

@@ -42,7 +42,6 @@ import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
@@ -53,10 +52,10 @@ from bloomery.model.kernels import cpu, triton
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
 from bloomery.train import fsdp
-from bloomery.train.activation_checkpointing import checkpoint_activations
+from bloomery.train.collectives import total_norm
+from bloomery.train.compile import checkpoint_activations
 from bloomery.train.config import Level, Mesh, Optimizer
 from bloomery.train.loss import ALIGNED_ROWS, chunks_of
-from bloomery.train.norms import total_norm
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
@@ -282,7 +281,7 @@ class TracedStep:
     """Whether rows have several documents. On a CPU this makes no difference to memory, and is not traced."""
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
     """Of float32 logits, on another device than a CPU."""
-    kernels: frozenset[str] = field(default_factory=lambda: TRACED_KERNELS & kernel_trials.all_trusted())
+    kernels: frozenset[str] = field(default_factory=lambda: TRACED_KERNELS & devices.all_trusted())
     """Our own kernels, on another device than a CPU: those that this process trusts. They keep less than torch's."""
 
     def with_layers(self, layers: int) -> "TracedStep":
