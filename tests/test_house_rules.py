@@ -32,7 +32,6 @@ TYPES_FROM_THE_RIGHT = {"checks.py": "bloomery.recipe.Recipe"}
 """A recipe calls its checks, which name its type for mypy alone."""
 IMPORTS_WHEN_CALLED = (
     "cli.py",
-    "__init__.py",
     "api.py",
     "core/io.py",
     "hw/device.py",

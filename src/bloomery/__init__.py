@@ -1,5 +1,6 @@
 """Bloomery turns raw text into a language model that answers, on the machine its owner has."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bloomery.core.errors import (
@@ -41,11 +42,10 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """What the API offers, imported when it is first asked for. Raises AttributeError for other names."""
-    if name not in __all__:
+    if name not in {"api", *__all__}:
         raise AttributeError(f"module 'bloomery' has no attribute {name!r}")
-    from bloomery import api
-
-    return getattr(api, name)
+    api = import_module("bloomery.api")
+    return api if name == "api" else getattr(api, name)
 
 
 def __dir__() -> list[str]:
