@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """So that completion knows the API before it is imported."""
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -107,7 +107,7 @@ def test_a_gpu_that_was_never_met_is_tried_once_and_the_choice_is_told(
     monkeypatch.setattr(kernel_trials, "tried", tried)
     monkeypatch.setattr(kernel_selection, "_ATTENTION", {})
     for name in ("_TRUSTED", "_WITHOUT"):
-        monkeypatch.setattr(kernel_trials, name, set())
+        monkeypatch.setattr(devices, name, set())
     told: dict[str, bool] = {}
     for name in ("flash", "mem_efficient", "cudnn", "math"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))

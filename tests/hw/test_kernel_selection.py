@@ -41,7 +41,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: told.__setitem__("order", order))
     monkeypatch.setattr(native, "_REFUSED", {})
     for name in ("_TRUSTED", "_WITHOUT"):
-        monkeypatch.setattr(kernel_trials, name, set())
+        monkeypatch.setattr(devices, name, set())
     monkeypatch.setattr(kernel_selection, "_ATTENTION", {})
     monkeypatch.setenv(kernel_trials.EXPERIMENTAL, "")  # so that it is gone after the test too
     monkeypatch.delenv(kernel_trials.EXPERIMENTAL)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.hw import device as devices
-from bloomery.hw import kernel_trials
 from bloomery.model import attention
 from bloomery.model.attention import (
     CHUNK_QUERIES,
@@ -269,7 +268,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(attention, "flexible_attention", flex)
     monkeypatch.setattr(devices, "compiles_kernels", lambda device: True)
-    monkeypatch.setattr(kernel_trials, "_WITHOUT", set())
+    monkeypatch.setattr(devices, "_WITHOUT", set())
     return calls
 
 
@@ -405,7 +404,7 @@ def test_flash_attention_takes_plain_segments_alone(monkeypatch: pytest.MonkeyPa
     for other in ({"window": 4}, {"slopes": torch.ones(2)}, {"allowed": torch.ones(1, 8, 8).bool()}, {"bounds": None}):
         assert not takes(replace(plain, **other))
     assert not attention._takes_segments(replace(plain, _made={}), CPU, half, 64, 64)
-    monkeypatch.setattr(kernel_trials, "_WITHOUT", {"varlen"})
+    monkeypatch.setattr(devices, "_WITHOUT", {"varlen"})
     assert not takes(plain)
 
 
