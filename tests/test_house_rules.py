@@ -466,8 +466,9 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_init_files_hold_no_code() -> None:
+    """But for what imports the API when it is first asked for."""
     allowed = ast.Expr | ast.Import | ast.ImportFrom | ast.Assign
-    inits = [module for module in package() if module.path.name == "__init__.py"]
+    inits = [one for one in package() if one.path.name == "__init__.py" and one.path.parent != SOURCE]
     report([m.at(node, "code in __init__.py") for m in inits for node in m.tree.body if not isinstance(node, allowed)])
 
 

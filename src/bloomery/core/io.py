@@ -17,13 +17,9 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn, TypeVar
 
 from bloomery.core.errors import DataError, RunError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 SPECIAL = (
     (stat.S_ISDIR, "a folder"),
@@ -398,24 +394,28 @@ def cache_root(env: Mapping[str, str]) -> Path:
     return Path(env.get("BLOOMERY_CACHE") or "~/.cache/bloomery").expanduser()
 
 
+Numbers = TypeVar("Numbers")
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio, and odd: the step of splitmix64."""
 
 
-def splitmix64(values: "NDArray[np.uint64]") -> "NDArray[np.uint64]":
+def splitmix64(values: Numbers) -> Numbers:
     """
     A bijection of 64-bit numbers in which every bit of the input changes every bit of the output.
 
-    The finalizer of splitmix64 (Steele et al. 2014, Fast splittable pseudorandom number generators).
+    Takes and returns an array of uint64. The finalizer of splitmix64 (Steele et al. 2014, Fast splittable pseudorandom
+    number generators).
     """
-    import numpy as np  # not with this file: a command says its first line before numpy is there
+    import numpy as np  # which a command imports after its first line
 
-    values = values ^ (values >> np.uint64(30))
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
+    numbers: Any = values
+    numbers = numbers ^ (numbers >> np.uint64(30))
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= np.uint64(0x94D049BB133111EB)
+    numbers ^= numbers >> np.uint64(31)
+    mixed: Numbers = numbers
+    return mixed
 
 
 def stable_hash(text: str | bytes) -> int:
