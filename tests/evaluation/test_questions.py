@@ -94,7 +94,7 @@ def test_questions_are_asked_through_the_renderer_and_judged_by_equality(
         prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, stop_ids: frozenset[int]
     ) -> list[Completion]:
         seen.update(prompts=prompts, sampling=sampling, stop_ids=stop_ids)
-        return [Completion(small().encode(text), end) for text, end in zip(said, stopped, strict=True)]
+        return [Completion(small().encode(text), 0 if end else None) for text, end in zip(said, stopped, strict=True)]
 
     monkeypatch.setattr(engine, "generate_batch", complete)
     renderer = Renderer(small())

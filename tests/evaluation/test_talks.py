@@ -80,7 +80,7 @@ def test_likelihood_is_that_of_the_answer_and_its_end(folder: Path, loaded: Load
             log_p = F.log_softmax(loaded.model.logits(loaded.model(ids))[0].double(), dim=-1)
         nats -= sum(float(log_p[len(turn.prompt) + place - 1, target]) for place, target in enumerate(turn.answer))
     size = sum(len(message["content"].encode()) for one in TALKS for message in one[1::2])
-    scores = held_out.answer_scores(loaded, turns, [Completion([5], number > 0) for number in range(len(turns))])
+    scores = held_out.answer_scores(loaded, turns, [Completion([5], number or None) for number in range(len(turns))])
     assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert scores["tokens"] == sum(len(turn.answer) for turn in turns)
     assert scores["ended"]["value"] == 0.8
@@ -111,5 +111,5 @@ def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, mon
     always[..., RENDERER.end_id] = 9.0
     monkeypatch.setattr(loaded.model, "logits", lambda hidden: always.expand(*hidden.shape[:-1], -1))
     said = list(held_out.answers(loaded, found(folder), SamplingConfig.greedy(9)))
-    assert said == [Completion([], stopped=True)] * 5
+    assert said == [Completion([], RENDERER.end_id)] * 5
     assert held_out.shown(loaded, found(folder)[0], said[0])["said"] == ""

@@ -29,6 +29,8 @@ from tests.tokenizer.made import small
 from tests.train.made import on_cpu
 from tests.train.test_trainer import die_after
 
+import torch
+
 RENDERER = Renderer(small())
 
 
@@ -72,7 +74,10 @@ def question(text: str = "What is 2 plus 2?", right: str = "4") -> PolicyQuestio
     ],
 )
 def test_an_answer_is_right_that_ends_and_says_the_number(said: str, ended: bool, marked: bool, right: bool) -> None:
-    assert judge(RENDERER, question(), Completion(small().encode(said), ended), marked=marked).right == right
+    assert (
+        judge(RENDERER, question(), Completion(small().encode(said), 0 if ended else None), marked=marked).right
+        == right
+    )
 
 
 @pytest.fixture
@@ -110,6 +115,20 @@ def test_only_what_was_answered_is_learned_with_its_end(source: Callable[..., Ro
         answer = batch.targets[row][learned].tolist()
         assert RENDERER.end_id not in answer[:-1]
         assert answer[-1] == RENDERER.end_id or count == 5
+
+
+def test_the_end_that_is_learned_is_the_one_that_was_said(
+    source: Callable[..., Rollouts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models whose template ends a turn by one token, and a text by another with a smaller ID."""
+    made, other = source(kl_coef=0.0), RENDERER.end_id - 1
+    monkeypatch.setattr(made, "renderer", Renderer(small()))
+    monkeypatch.setattr(made.renderer, "end_ids", frozenset({other, RENDERER.end_id}))
+    said = torch.full((1, 1, small().vocab_size), -1.0)
+    said[..., RENDERER.end_id] = 9.0
+    monkeypatch.setattr(made.model, "logits", lambda hidden: said.expand(*hidden.shape[:-1], -1))
+    targets = made.batch(np.arange(4)).targets
+    assert set(targets[targets != IGNORE].tolist()) == {RENDERER.end_id}
 
 
 def test_log_probabilities_of_then_are_those_of_the_model_that_drew(source: Callable[..., Rollouts]) -> None:

@@ -101,8 +101,12 @@ class Drafter:
 class Completion:
     ids: list[int]
     """Without the id that stopped it."""
-    stopped: bool
-    """Whether the model ended by itself, and not because its tokens or its context ran out."""
+    end_id: int | None = None
+    """The id that stopped it, if the model ended by itself, and not because its tokens or its context ran out."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.end_id is not None
 
 
 class Engine:
@@ -228,20 +232,20 @@ class Engine:
     ) -> list[Completion]:
         rooms = [min(max_tokens, self.context - len(prompt)) for prompt in prompts]
         said: list[list[int]] = [[] for _ in prompts]
-        stopped = [False] * len(prompts)
+        ends: list[int | None] = [None] * len(prompts)
         if not max(rooms):
-            return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+            return [Completion(ids, end) for ids, end in zip(said, ends, strict=True)]
         rows = self.rows(prompts, rooms)
         logits, open_rows = rows.begin(), list(range(len(prompts)))
         while True:
             chosen = choose_each(logits, [samplers[row] for row in open_rows])
             for row, id in zip(open_rows, chosen, strict=True):
                 if rooms[row]:
-                    stopped[row] = id in stop_ids
-                    said[row] += [] if stopped[row] else [id]
-            going = [n for n, row in enumerate(open_rows) if not stopped[row] and len(said[row]) < rooms[row]]
+                    ends[row] = id if id in stop_ids else None
+                    said[row] += [] if id in stop_ids else [id]
+            going = [n for n, row in enumerate(open_rows) if ends[row] is None and len(said[row]) < rooms[row]]
             if not going:
-                return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+                return [Completion(ids, end) for ids, end in zip(said, ends, strict=True)]
             open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
             logits = rows.extend(open_rows, chosen)
 

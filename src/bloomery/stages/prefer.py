@@ -218,9 +218,15 @@ def _beginnings(prompt: Messages) -> Iterator[Messages]:
 
 def _answer(renderer: ChatRenderer, prompt: Messages, answer: Messages, kind: int) -> EncodedAnswer:
     """What is learned of a conversation, but nothing before its answer."""
-    rendered = renderer.render([*prompt, *answer])
+    rendered, asked = renderer.render([*prompt, *answer]), renderer.prompt(prompt)
     mask = np.array(rendered.mask, np.uint8)
-    mask[: len(renderer.prompt(prompt))] = 0
+    pairs = zip(asked, rendered.ids, strict=False)
+    shared = next((place for place, (one, other) in enumerate(pairs) if one != other), len(asked))
+    mask[:shared] = 0
+    if shared < len(asked):  # templates that write a turn otherwise where the assistant is to speak
+        begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        own = sum(message["role"] == "assistant" for message in answer)
+        mask[: begins[-own] if 0 < own <= len(begins) else 0] = 0
     return EncodedAnswer(np.array(rendered.ids, np.uint32), mask, kind)
 
 

@@ -185,7 +185,7 @@ class Rollouts:
         learned = torch.zeros_like(tokens)
         worth = torch.zeros((len(numbers), 3), dtype=torch.float64)  # right, ended, tokens
         for row, question, answer in zip(mine.tolist(), asked, answers, strict=True):
-            said = [*answer.ids, *([min(self.renderer.end_ids)] if answer.stopped else [])]
+            said = [*answer.ids, *([] if answer.end_id is None else [answer.end_id])]
             begin, end = len(question.prompt), len(question.prompt) + len(said)
             tokens[row] = self.renderer.tokenizer.fill_id
             tokens[row, :end] = torch.tensor([*question.prompt, *said])

@@ -16,12 +16,13 @@ from typing_extensions import TypedDict
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
-from bloomery.core.io import MANIFEST
+from bloomery.core.io import MANIFEST, stable_hash
 from bloomery.core.records import Count, read_record
 from bloomery.hw.device import return_freed_memory
 from bloomery.model import quantize
 from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
+from bloomery.tokenizer.chat_template import TEMPLATES
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, spread
@@ -31,6 +32,11 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+OPENINGS = frozenset({DOCUMENT, *(one.opening for one in TEMPLATES.values())})
+ENDINGS = frozenset({END, *(one.end for one in TEMPLATES.values())})
+"""Special tokens that begin a text, and that end a message, in the templates that come with Bloomery."""
+END_NOISE = 0.3
+"""How far the head tells the end of a message from the end of a text, as a share of the spread of its rows."""
 CONFIG, GGUF_SUFFIX = "config.json", ".gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 THEIRS = {
@@ -338,6 +344,10 @@ def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Map
     """
     Fill the rows of the special tokens that were added to a model of `rows` ids, and any that nothing uses. `facts`
     may say which ids begin and end a text (bos_token_id, eos_token_id).
+
+    LoRA trains none of these rows. So in the head, each token that ends a message has nearly the row of the token that
+    ends a text. In the embedding, any other new token gets a row of its own, as far from the mean as the rows of a
+    table usually are, so that a model tells them apart.
     """
     begin, end = (_first(facts.get(name)) for name in ("bos_token_id", "eos_token_id"))
     begin, end = (begin if begin is not None else end), (end if end is not None else begin)
@@ -346,11 +356,22 @@ def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Map
         for table, opens in ((embed, begin), (head, end)):
             mean = table[:rows].float().mean(0)
             table[rows:] = mean.to(table.dtype)
+            deviation = table[:rows].float().std(0)
             for name, id in added.items():
-                like = opens if name == DOCUMENT else end if name == END else None
-                table[id] = mean.to(table.dtype) if like is None else _row(table, like, rows, mean)
+                begins = name == DOCUMENT or (table is embed and name in OPENINGS)
+                like = opens if begins else end if name in ENDINGS else None
+                row = mean if like is None else _row(table, like, rows, mean).float()
+                if (like is None and table is embed) or (name in ENDINGS and table is head):
+                    share = 1.0 if like is None else END_NOISE
+                    row = row + share * deviation * _noise(name, len(mean)).to(mean.device)
+                table[id] = row.to(table.dtype)
             if head is embed:
                 break
+
+
+def _noise(name: str, width: int) -> Tensor:
+    """Normal numbers, the same for a token on every machine."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(stable_hash(name) >> 1))
 
 
 def _row(table: Tensor, id: int, rows: int, mean: Tensor) -> Tensor:

@@ -334,7 +334,7 @@ class Fields:
 
 KNOWN = (
     *("id", "message_id", "parent_id", "message_tree_id", "role", "rank", "deleted", "lang", "license"),
-    *LISTS, *TEXTS, *BESIDE, *(name for names in ALPACA for name in names),
+    *LISTS, *TEXTS, *BESIDE, *NOT_TEXT, *(name for names in ALPACA for name in names),
     *(name for question, answers in PAIRS for name in (question, *answers)),
 )  # fmt: skip
 """Fields that are looked at where the recipe names none: of wide tables no other column is read."""
@@ -421,17 +421,25 @@ def _asks_by_input(row: ChatRow, fields: Fields) -> bool:
 
 
 def pairs(row: ChatRow, fields: Fields) -> Messages | ReadError:
-    """A question and its answer, under one of the names of PAIRS or those that the recipe says; texts or messages."""
+    """
+    A question and its answer, under one of the names of PAIRS or those that the recipe says; texts or messages. What
+    belongs to a question, as in ALPACA, stands below it.
+    """
     asks, answers = _pair(row, fields)
     first, second = rows.at(dict(row), asks), next((row[name] for name in answers if row.get(name) is not None), None)
     if first is not None and second is not None and (both := _spoken(first, second)) is not None:
         if isinstance(both, ReadError):
             return both
         return messages({**row, "messages": both}, Fields(messages="messages", system=fields.system))
-    question, answer = _field(row, [asks]), _field(row, answers)
-    if isinstance(question, ReadError):
-        return question
-    return answer if isinstance(answer, ReadError) else _answered(row, fields, question, answer)
+    context = [fields.context] if fields.context else [name for name in ALPACA[1] if name not in (asks, *answers)]
+    texts = [_field(row, [asks])]
+    if fields.context or _valued(row, tuple(context)):
+        texts.append(_field(row, context))
+    for text in (*texts, answer := _field(row, answers)):
+        if isinstance(text, ReadError):
+            return text
+    asked = "\n\n".join(text for text in texts if isinstance(text, str) and text.strip())
+    return answer if isinstance(answer, ReadError) else _answered(row, fields, asked, answer)
 
 
 def _spoken(first: Any, second: Any) -> list[Any] | ReadError | None:
@@ -475,6 +483,8 @@ def detected(row: ChatRow, fields: Fields) -> ChatFormat | None:
     is_talk = any(isinstance(one, str) and is_dialogue(one, fields.speakers) for one in spoken)
     if is_talk and fields.speakers:
         return "dialogue"
+    if fields.messages and rows.at(dict(row), fields.messages) is None:
+        return "messages"  # whose reader says that it is not there
     there = {name for name, value in row.items() if value is not None}
     if {"message_id", "parent_id", "text", "role"} <= row.keys() and "message_id" in there:
         return "tree"
@@ -582,12 +592,19 @@ def earlier(row: ChatRow) -> Messages | ReadError:
     return spoken
 
 
+def beyond_text(row: ChatRow) -> ReadError | None:
+    """Why a row with images or sounds is not trained on; None for one without."""
+    seen = next((name for name in NOT_TEXT if row.get(name)), None)
+    why = f"its field {seen!r} holds more than text; training uses only text"
+    return None if seen is None else ReadError("not_text", 0, why)
+
+
 def _opened(row: ChatRow, fields: Fields, spoken: Messages) -> Messages | ReadError:
     """The messages, with the instructions and tools from other fields of the row in the system message."""
-    if seen := next((name for name in NOT_TEXT if row.get(name)), None):
-        return ReadError("not_text", 0, f"its field {seen!r} holds more than text; training uses only text")
+    if (more := beyond_text(row)) is not None:
+        return more
     parts = []
-    for name in [fields.system] if fields.system else BESIDE[:3]:
+    for name in [fields.system, "tools"] if fields.system else BESIDE[:3]:
         value = row.get(name)
         if name == "tools" and isinstance(value, list | dict):
             tools = [as_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]

@@ -175,7 +175,7 @@ CHOSEN = ("chosen", "chosen_response", "preferred")
 REJECTED = ("rejected", "rejected_response", "dispreferred")
 SYSTEM = ("system", "system_prompt")
 BESIDE = ("context", "history")
-KNOWN = (*PROMPTS, *BESIDE, *CHOSEN, *REJECTED, *SYSTEM, "id", "prompt_id")
+KNOWN = (*PROMPTS, *BESIDE, *formats.NOT_TEXT, *CHOSEN, *REJECTED, *SYSTEM, "id", "prompt_id")
 """Fields that are looked at where the recipe names none: of wide tables no other column is read."""
 
 
@@ -204,6 +204,8 @@ Understood = tuple[Messages, Messages, Messages]
 
 def understood(row: PreferenceRow, how: PairRows) -> Understood | ReadError:
     """A row as two judged answers, or why it is none."""
+    if (more := formats.beyond_text(row)) is not None:
+        return more
     chosen, rejected = _found(row, how.chosen_field, CHOSEN), _found(row, how.rejected_field, REJECTED)
     if chosen is None or rejected is None:
         return ReadError("unknown_shape", 0, f"does not have two answers; its fields: {', '.join(row)}")

@@ -497,7 +497,7 @@ def _hashes(facts: BatchFeatures, words: Positions) -> LineHashes:
     sizes = ends - starts
     padded = facts.data + bytes(8)
     eights: NDArray[Any] = np.ndarray((len(facts.data),), "<u8", padded, 0, (1,))
-    keys = splitmix64(eights[starts] & MASKS[np.minimum(sizes, 8)]) + sizes.astype(np.uint64)
+    keys: LineHashes = splitmix64(eights[starts] & MASKS[np.minimum(sizes, 8)]) + sizes.astype(np.uint64)
     longer = np.flatnonzero(sizes > 8)
     done = 8
     while len(longer) and done < LONG_WORD:
