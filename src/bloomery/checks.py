@@ -20,7 +20,7 @@ from bloomery.data.executor import Parallel
 from bloomery.model.config import ModelConfig, matrices, targets
 from bloomery.tokenizer import chat_template
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
-from bloomery.train.config import by_scaling_rules
+from bloomery.train.config import USUAL_CONTEXT, by_scaling_rules
 from bloomery.train.preference.config import Grpo
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def resolve(recipe: "Recipe") -> "Recipe":
             sections["pretrain"] = with_defaults(recipe.pretrain, model=model)
     words: dict[str, Any] = {}
     if recipe.finetune is not None and recipe.finetune.start_from is not None:
-        words["start_from"] = recipe.finetune.start_from
+        words["start_from"] = recipe.instruct.start_from or recipe.finetune.start_from
         context = None if shape is None else min(shape.context_length, USUAL_CONTEXT)
     else:
         pretrain = sections.get("pretrain", recipe.pretrain)
@@ -109,8 +109,6 @@ def resolve(recipe: "Recipe") -> "Recipe":
     return with_defaults(recipe, **sections)
 
 
-USUAL_CONTEXT = 1024
-"""Of rows for a model whose context may be a hundred times that."""
 DOCUMENTS = ("fetch", "classify", "filter", "dedup")
 BASE = ("tokenizer", "shard", "pretrain")
 
@@ -147,21 +145,19 @@ def _shape_at(path: Path) -> ModelConfig | None:
 
 
 def one_model_to_start_from(recipe: "Recipe") -> None:
-    for name, section, others in (
-        ("finetune", recipe.finetune, ("fetch", "tokenizer", "pretrain")),
-        ("prefer", recipe.prefer, ("fetch", "tokenizer", "pretrain", "finetune")),
-    ):
+    for name, section in (("finetune", recipe.finetune), ("prefer", recipe.prefer)):
         if section is None or section.start_from is None:
             continue
-        without = skipped(recipe)
-        if sections := [
-            other
-            for other in others
-            if other in without and other in recipe.model_fields_set and getattr(recipe, other)
-        ]:
+        without = sorted(skipped(recipe) & recipe.model_fields_set, key=list(type(recipe).model_fields).index)
+        if sections := [other for other in without if getattr(recipe, other)]:
             raise ValueError(
                 f"{name}.start_from={str(section.start_from)!r} replaces [{sections[0]}]: remove one of them"
             )
+    own, model = recipe.instruct.start_from, None if recipe.finetune is None else recipe.finetune.start_from
+    if own is not None and model is not None and own != model:
+        raise ValueError(
+            f"instruct.start_from={str(own)!r} and finetune.start_from={str(model)!r} name two models: remove the first"
+        )
 
 
 def text_has_a_source(recipe: "Recipe") -> None:

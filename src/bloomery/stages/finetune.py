@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.core.errors import DataError
+from bloomery.core.log import info
 from bloomery.core.records import content_hash
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
@@ -27,6 +28,9 @@ from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import BaseModel, Lineage, Loaded
 from bloomery.weights.opened import TakeWeight
+
+FEW_STEPS = 10
+"""With fewer, there is little to choose the best of."""
 
 T = TypeVar("T", bound=Adapters)
 
@@ -71,9 +75,14 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         kept = {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
     length = int(rows["row_tokens"]) - 1
     samples = PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True)
+    rows_a_step = rows_per_step(config, length)
+    measured = config.of_length(samples.num_samples, rows_a_step)
+    if config.epochs is not None and measured.steps < FEW_STEPS and world.is_first:
+        what = f"{config.epochs:g} epochs of {samples.num_samples} rows are {measured.steps} steps of {rows_a_step}"
+        info(f"  {what}. For more steps, lower finetune.global_batch_tokens.", "yellow")
     stats = TrainingRun(
         name="finetune",
-        config=config.of_length(samples.num_samples, rows_per_step(config, length)),
+        config=measured,
         model=base.model,
         model_saver=model_saver,
         tokenizer=base.tokenizer,

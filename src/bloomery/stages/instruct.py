@@ -375,21 +375,37 @@ def fit(
     answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_turns]
     if not answers:
         return ReadError("nothing_to_learn", 0, "it has no assistant message")
-    fitting, too_long = 0, len(answers) + 1
+    longest: tuple[Rendered, int] | None = None
+    try:
+        longest = _longest(renderer, messages, answers, sequence_length)
+    except DataError as error:  # of a text that this template cannot hold
+        return ReadError("not_in_the_template", 0, f"{error.where}: {error.what}")
+    if longest is None:
+        return ReadError("too_long", 0, f"its first answer does not end within {sequence_length} tokens")
+    if not any(longest[0].mask):
+        return ReadError("nothing_to_learn", 0, "no token of it is in the loss: its assistant says nothing that counts")
+    return longest
+
+
+def _longest(
+    renderer: ChatRenderer, messages: Sequence[Message], answers: Sequence[int], sequence_length: int
+) -> tuple[Rendered, int] | None:
+    """The longest beginning that fits and ends at one of `answers`, with its number of messages. Raises DataError."""
+    fitting, too_long, tried = 0, len(answers) + 1, len(answers)
     best: Rendered | None = None
-    tried = len(answers)
-    while fitting + 1 < too_long:  # more messages never make fewer tokens
+    while fitting + 1 < too_long:
         rendered = renderer.render(list(messages[: answers[tried - 1]]))
         if len(rendered.ids) <= sequence_length:
             fitting, best = tried, rendered
         else:
             too_long = tried
         tried = (fitting + too_long) // 2
-    if best is None:
-        return ReadError("too_long", 0, f"its first answer does not end within {sequence_length} tokens")
-    if not any(best.mask):
-        return ReadError("nothing_to_learn", 0, "no token of it is in the loss: its assistant says nothing that counts")
-    return best, answers[fitting - 1]
+    if not isinstance(renderer, Renderer):  # a model's own template may write earlier turns shorter, next to later ones
+        for number in range(len(answers) - 1, fitting, -1):
+            rendered = renderer.render(list(messages[: answers[number - 1]]))
+            if len(rendered.ids) <= sequence_length:
+                return rendered, answers[number - 1]
+    return None if best is None else (best, answers[fitting - 1])
 
 
 def write_rows(

@@ -44,6 +44,7 @@ from bloomery.train.plan.memory import Machine, of_entry, of_memory
 from bloomery.train.plan.report import HourlyPrice, PlanReport
 from bloomery.train.plan.search import FitCheck
 from bloomery.train.plan.sharding import ShardedTensor, ShardingPlan, asked, fix, sharded
+from bloomery.train.preference.config import Prefer
 
 Here = Callable[[Training, int], Machine]
 
@@ -295,6 +296,8 @@ def plans(
             target, shape = wish.target(config, here), model
             if name == "finetune" and sequence_length:
                 shape = model.model_copy(update={"context_length": sequence_length - 1})
+            if isinstance(config, Prefer):
+                shape = model.model_copy(update={"context_length": config.row_tokens(model.context_length)})
             ask = plan_report.asked(name, config, shape, vocab_size, target)
             if name == "finetune" and count is not None:
                 ask = replace(ask, steps_from=count.origin, besides=count.note)
@@ -462,7 +465,11 @@ def settings_that_fit(reports: Mapping[str, PlanReport]) -> list[str]:
             settings += plan.change[0].split()
         elif (context := plan_report.context_that_fits(plan)) is not None:
             shorter = f"pretrain.model.context_length={context}"
-            settings.append(shorter if "pretrain" in reports else f"instruct.sequence_length={context + 1}")
+            if plan.ask.stage == "prefer":
+                shorter = f"prefer.sequence_length={context // 2}"
+            elif "pretrain" not in reports:
+                shorter = f"instruct.sequence_length={context + 1}"
+            settings.append(shorter)
     return list(dict.fromkeys(settings))
 
 

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from bloomery.core import io as core_io
 from bloomery.core import records
 from bloomery.core.chat import Message
-from bloomery.core.errors import DataError
+from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.io import whole_file
 from bloomery.core.log import info, progress
 from bloomery.core.records import content_hash, read_lines, read_record
@@ -116,7 +116,7 @@ def kinds_of(out: Path, split: PreferenceSplit) -> NDArray[np.int8]:
 
 def prepare(config: Prefer, renderer: ChatRenderer, context: int, out: Path) -> dict[str, Any]:
     """
-    Write rows of two contexts for training and validation, and the rejected rows, once. Returns their statistics.
+    Write rows of twice `context` tokens for both splits, and the rejected rows, once. Returns their statistics.
 
     Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
     """
@@ -378,7 +378,10 @@ def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     if isinstance(config.loss, Grpo):
         data = prepare_prompts(config.loss, config.val_fraction, start.renderer, context, out)
     else:
-        data = prepare(config, start.renderer, context, out)
+        if config.sequence_length is not None and config.sequence_length > context:
+            what = f"sequence_length={config.sequence_length} is more than the model's context of {context}"
+            raise ConfigError(what, where="prefer", hint=f"Set at most {context}.")
+        data = prepare(config, start.renderer, config.answer_tokens(context), out)
     del start
     if launcher.num_processes(config.num_processes) == 1:
         done = train(config, inputs, out, World.alone())
@@ -506,7 +509,8 @@ class _Rows:
     @classmethod
     def open(cls, config: Prefer, start: Loaded, out: Path, split: PreferenceSplit) -> "_Rows":
         assert not isinstance(config.loss, Grpo)
-        samples = PackedDataset(out / ROWS, split, 2 * start.model.config.context_length, start.tokenizer.hash)
+        length = config.row_tokens(start.model.config.context_length)
+        samples = PackedDataset(out / ROWS, split, length, start.tokenizer.hash)
         return cls(split, samples, PreferenceLoss(config.loss, PairTable(kinds_of(out, split))))
 
     def refer(self, training_run: TrainingRun, precision: Precision, rows_at_once: int, stop: StopRequest) -> None:

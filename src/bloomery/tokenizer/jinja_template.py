@@ -40,6 +40,10 @@ from bloomery.tokenizer.jinja_sandbox import (
 )
 from bloomery.tokenizer.tokenizer import Tokenizer
 
+NO_END = (
+    "no token that ends an answer is in the loss: the chat template writes none, or leaves it out of {% generation %}; "
+    "a model that is trained so may not stop"
+)
 TOOL_KEYS = ("tool_calls", "tool_call_id", "name")
 """Of a ToolMessage, next to role and content."""
 PROBE: tuple[Message, Message] = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
@@ -94,7 +98,10 @@ class JinjaRenderer:
                     f"message {number + 1}: the chat template leaves out or changes the reasoning {shorten(thought)!r}"
                 )
                 self._warn("reasoning", f"{what}, as it does in prompts; the loss is on what it writes")
-        return Rendered(ids, [int(any(mask[begin : max(end, begin + 1)])) for begin, end in where])
+        learned_ids = [int(any(mask[begin : max(end, begin + 1)])) for begin, end in where]
+        if any(learned_ids) and not any(one and id in self.end_ids for id, one in zip(ids, learned_ids, strict=True)):
+            self._warn("end", NO_END)
+        return Rendered(ids, learned_ids)
 
     def prompt(self, messages: Sequence[Message], max_tokens: int | None = None, **variables: Any) -> list[int]:
         """Token IDs up to where the assistant's answer begins. Raises DataError where they exceed `max_tokens`."""

@@ -54,6 +54,8 @@ Decay = Annotated[float, Between(0, 100, "each step takes learning rate × decay
 Epsilon = Annotated[float, Between(1e-20, 1, "a larger one outweighs every gradient, a smaller one is lost")]
 
 Level = Literal["none", "full", "selective"]
+USUAL_CONTEXT = 1024
+"""Of rows for a model whose context may be a hundred times that."""
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
 """From the one that needs the most memory on; each computes more again."""
 

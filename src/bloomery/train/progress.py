@@ -90,6 +90,16 @@ class ProgressCheck:
             self._check_losses(state, [mean], self.last_limit(state), kind)
         self._check_change(state, [loss for step, loss in measured.items() if 0 < step <= state.step])
 
+    def warning(self, measured: Mapping[int, float], errors: Mapping[int, float], kept: int) -> str:
+        """That the weights of the step `kept` are worse than those that training started from, or ""."""
+        loss, start = measured.get(kept), self.start_loss
+        if self.from_scratch or loss is None or start is None or loss <= start + errors.get(kept, 0.0):
+            return ""
+        return (
+            f"{self.name}: the validation loss is {loss:.4g}, and was {start:.4g} before the first step. Lower the "
+            f"learning rate of [{self.name}.optimizer], or add data."
+        )
+
     def check_early(self, state: State, measured: Mapping[int, float]) -> None:
         """Raises RunError as soon as so many evaluations in a row are no better than at the start."""
         losses = [measured[step] for step in sorted(measured) if self.warmup_steps < step <= state.step]

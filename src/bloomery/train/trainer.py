@@ -153,6 +153,8 @@ class TrainingRun:
             best = self._kept_step(state)
             with self.world.alike():
                 self._learning.check(state, self.measured if self._acts else None, best)
+                if warning := self._learning.warning(self.measured, self.errors, best) if self._acts else "":
+                    info(warning, "yellow")
             if best != state.step:
                 self._ended = False  # from here on, weights are not those of the last step
                 self._checkpoints.take_weights(best)

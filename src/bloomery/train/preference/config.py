@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Between, Config, Context, InnerShare, Steps, repeated
 from bloomery.data.chat.preferences import Pairs, Problems
-from bloomery.train.config import AdamW, Adapters, LinearSchedule, Optimizer, Schedule, Training
+from bloomery.train.config import USUAL_CONTEXT, AdamW, Adapters, LinearSchedule, Optimizer, Schedule, Training
 
 Beta = Annotated[float, Between(1e-6, 1e3, "it weighs log-probabilities")]
 LossFactor = Annotated[float, Between(0, 1e3, "it weighs one part of the loss")]
@@ -96,11 +96,25 @@ class Prefer(Training, Adapters):
     """How preferences become a loss."""
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preference pairs come from. The loss grpo uses `loss.problems` instead."""
+    sequence_length: Context | None = None
+    """
+    Maximum number of tokens of an answer with its prompt. A packed row holds two of these. Not set: the model's
+    context, at most 1,024. The loss grpo uses the model's context.
+    """
     val_fraction: InnerShare = 0.05
     """Share of questions for validation, chosen by a hash of each question."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
     schedule: Schedule = Field(LinearSchedule(warmup_steps=5), validate_default=True)
     eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
+
+    def answer_tokens(self, context: int) -> int:
+        """The most tokens that an answer may have with its prompt, for a model with this context."""
+        usual = USUAL_CONTEXT if self.sequence_length is None else self.sequence_length
+        return context if isinstance(self.loss, Grpo) else min(context, usual)
+
+    def row_tokens(self, context: int) -> int:
+        """Of a row, which holds two answers where they are pairs."""
+        return self.answer_tokens(context) * (1 if isinstance(self.loss, Grpo) else 2)
 
     @property
     def may_shard(self) -> bool:
@@ -117,7 +131,7 @@ class Prefer(Training, Adapters):
             case Grpo():
                 return "the time of drawing answers, and of asking for their log-probabilities, is not planned"
             case SimPo():
-                return "a row holds two contexts: its attention is counted as that of one"
+                return ""
             case _:
                 return "the time of one forward pass over all rows, before the first step, is not planned"
 
@@ -126,6 +140,8 @@ class Prefer(Training, Adapters):
         draws = isinstance(self.loss, Grpo)
         if draws and self.pairs:
             raise ValueError('pairs are for other losses; with loss.kind = "grpo" set loss.problems')
+        if draws and self.sequence_length is not None:
+            raise ValueError('sequence_length is for pairs; with loss.kind = "grpo" set loss.max_new_tokens')
         if not draws and not self.pairs:
             raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
         names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
