@@ -16,12 +16,14 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.pipeline import Stage, StagePlan, seal
 from bloomery.core.records import content_hash
+from bloomery.data.readers.bytes import ReadError
 from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from tests.tokenizer.made import small
 
 ROW = 81
@@ -387,3 +389,29 @@ def test_conversations_that_hold_questions_of_the_table_are_left_out(done: Done,
         build(Instruct, {"sources": sources, "filters": [looked_for | {"tasks": ["copper"]}]})
     with pytest.raises(ConfigError, match="neither files nor tasks"):
         build(Instruct, {"sources": sources, "filters": [{"kind": "decontaminate"}]})
+
+
+SHORTENS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content if loop.last or m.role == 'user' else m.content.split('=')[-1] }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_shortens_earlier_turns_loses_no_conversation_that_fits() -> None:
+    """As templates of models that think: only the last answer keeps its thoughts."""
+    renderer = JinjaRenderer(small(), SHORTENS, {"eos_token": "<|end|>"})
+    messages = talk("Hi", f"{LONG}=Yes.", "And?", "No.", "And now?", f"{LONG}=Maybe.")
+    found = instruct.fit(renderer, messages, ROW)
+    assert not isinstance(found, ReadError)
+    rendered, count = found
+    assert count == 4
+    assert len(rendered.ids) <= ROW
+
+
+def test_a_text_that_a_template_cannot_hold_is_a_rejected_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = JinjaRenderer(small(), SHORTENS, {"eos_token": "<|end|>"})
+    found = instruct.fit(renderer, talk("Hi <|end|> \U0010fffd", "Yes."), ROW)
+    assert isinstance(found, ReadError)
+    assert found.reason == "not_in_the_template"
+    assert "U+10FFFD" in found.what

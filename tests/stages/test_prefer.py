@@ -18,6 +18,7 @@ from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import prefer
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.train.preference.losses import CHOSEN, REJECTED
 from bloomery.weights import hf
 from tests.stages.made_prefer import CONTEXT, left, polite_pairs, settings, tuned
@@ -209,6 +210,42 @@ def test_a_pair_of_which_one_answer_is_not_in_the_loss_is_refused(quiet: str) ->
     found = prefer.fit(Renderer(small()), row, CONTEXT)
     assert isinstance(found, ReadError)
     assert found.reason == "nothing_to_learn"
+
+
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+    "<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>Now I think about it.{% endif %}"
+)
+
+
+def test_a_prompt_that_is_longer_than_what_is_trained_takes_nothing_from_the_answers() -> None:
+    """Templates of models that think open a thought where the assistant is to speak, and nowhere else."""
+    renderer = JinjaRenderer(small(), THINKS, {"eos_token": "<|end|>"})
+    said = [
+        Message(role="user", content="Is it?"),
+        Message(role="assistant", content="No."),
+        Message(role="user", content="And now?"),
+    ]
+    answers = [[Message(role="assistant", content=text)] for text in ("Now it is red.", "Now it is blue.")]
+    found = prefer.fit(renderer, JudgedRow(said, answers[0], answers[1], "pairs", "f:1"), 200)
+    assert not isinstance(found, ReadError)
+    looked_at = [small().decode(one.ids[one.mask > 0].tolist()) for one in found[0]]
+    assert [text.removesuffix("<|end|>") for text in looked_at] == ["Now it is red.", "Now it is blue."]
+
+
+def test_rows_have_the_length_that_the_recipe_says(tmp_path: Path) -> None:
+    config = settings(pairs=[{"kind": "worlds", "count": 50}], sequence_length=60)
+    assert (config.answer_tokens(40_960), config.row_tokens(40_960)) == (60, 120)
+    assert settings(pairs=[{"kind": "worlds"}]).row_tokens(40_960) == 2 * 1024
+    prefer.prepare(config, Renderer(small()), config.answer_tokens(40_960), tmp_path)
+    assert PackedDataset(tmp_path / "rows", "train", 120, small().hash).num_samples > 0
+
+
+def test_a_row_longer_than_the_context_is_refused(finetuned: Path, tmp_path: Path) -> None:
+    config = settings(pairs=pairs(tmp_path), sequence_length=CONTEXT + 1)
+    with pytest.raises(ConfigError, match=f"more than the model's context of {CONTEXT}"):
+        prefer.run(config, {"finetune": finetuned}, tmp_path)
 
 
 def test_other_templates_and_their_rows_are_written_by_the_same_renderer(tmp_path: Path) -> None:

@@ -140,6 +140,10 @@ def test_a_frozen_base_is_kept_as_in_its_files_where_that_is_asked_for(
 def test_what_a_run_refuses_is_refused_before(base: Path, talks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="replaces \\[pretrain\\]"):
         recipe(base, talks, ("pretrain", {"steps": 1, "global_batch_tokens": 96}))
+    with pytest.raises(ConfigError, match="replaces \\[shard\\]"):
+        recipe(base, talks, ("shard.val_fraction", 0.1))
+    with pytest.raises(ConfigError, match="name two models"):
+        recipe(base, talks, ("instruct.start_from", str(tmp_path / "other")))
     with pytest.raises(ConfigError, match="matches no matrix of this model"):
         recipe(base, talks, ("finetune.lora.target_modules", ["W_unknown"]))
     facts, reports = plan.report(STAGES, recipe(base, talks), tmp_path / "run", Wish(memory_bytes=2**30))

@@ -18,7 +18,7 @@ from bloomery.tokenizer.chat_template import renderer_named
 from bloomery.tokenizer.importers import from_json, load_foreign
 from bloomery.tokenizer.jinja_sandbox import _BUDGET, OriginText, _Budget
 from bloomery.tokenizer.jinja_template import JinjaRenderer
-from tests.tokenizer.made import training_texts
+from tests.tokenizer.made import small, training_texts
 
 FOLDER = Path(__file__).parent / "templates"
 LLAMA3 = (
@@ -545,3 +545,20 @@ def test_a_traced_text_does_what_a_text_does_and_keeps_origins(name: str) -> Non
                 at = ord(origin) - 2000
                 assert at < 0 or letter == text[at] or name in ("upper", "title")
     _BUDGET.reset(token)
+
+
+NO_ENDS = {
+    "none is written": "{{ m.content }}",
+    "it is left out of the loss": "{% generation %}{{ m.content }}{% endgeneration %}<|end|>",
+}
+
+
+@pytest.mark.parametrize("answer", NO_ENDS.values(), ids=NO_ENDS)
+def test_answers_whose_end_is_not_learned_are_warned_of_once(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    template = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{answer}{{% endfor %}}"
+    ours = JinjaRenderer(small(), template, {"eos_token": "<|end|>"})
+    talk: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    for _ in range(2):
+        assert any(ours.render(talk).mask)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("no token that ends an answer is in the loss") == 1

@@ -147,6 +147,13 @@ def test_trained_weights_may_return_to_their_loss_and_may_overfit(measured: dict
     TRAINED.check(state(), measured)
 
 
+def test_weights_that_are_handed_on_and_worse_than_before_are_warned_of() -> None:
+    assert "is 2.2, and was 2 before" in TRAINED.warning({30: 2.2, 60: 2.4}, {}, 30)
+    assert not TRAINED.warning({30: 2.2}, {30: 0.3}, 30), "within the error of the evaluation"
+    assert not TRAINED.warning({30: 1.9, 60: 2.4}, {}, 30)
+    assert not SCRATCH.warning({30: 9.0}, {}, 30)
+
+
 def test_trained_weights_end_no_worse_than_uniform_guessing_or_than_they_started() -> None:
     with pytest.raises(RunError, match=r"the validation loss is 6.3, and was 2 before the first step"):
         TRAINED.check(state(), {60: 6.3})

@@ -220,13 +220,12 @@ def _answer(renderer: ChatRenderer, prompt: Messages, answer: Messages, kind: in
     """What is learned of a conversation, but nothing before its answer."""
     rendered, asked = renderer.render([*prompt, *answer]), renderer.prompt(prompt)
     mask = np.array(rendered.mask, np.uint8)
-    pairs = zip(asked, rendered.ids, strict=False)
-    shared = next((place for place, (one, other) in enumerate(pairs) if one != other), len(asked))
-    mask[:shared] = 0
-    if shared < len(asked):  # templates that write a turn otherwise where the assistant is to speak
-        begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    begin = len(asked)
+    if rendered.ids[:begin] != asked:  # a template that writes a turn otherwise where the assistant is to speak
         own = sum(message["role"] == "assistant" for message in answer)
-        mask[: begins[-own] if 0 < own <= len(begins) else 0] = 0
+        begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        begin = begins[-own] if own <= len(begins) else 0
+    mask[:begin] = 0
     return EncodedAnswer(np.array(rendered.ids, np.uint32), mask, kind)
 
 

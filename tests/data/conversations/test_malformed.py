@@ -70,6 +70,19 @@ def test_rows_of_two_merged_files_are_read_by_the_columns_that_have_values(tmp_p
     assert [reason for _, reason in told(read(tmp_path / "a.parquet"))] == ["", "", ""]
 
 
+@pytest.mark.parametrize("seen", ["image", "images"])
+def test_rows_with_images_are_refused_in_every_kind_of_file(tmp_path: Path, seen: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "What is this?", "completion": "A cat.", seen: "a.png"},
+        {"prompt": "a", "completion": "b"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    merged = [{**dict.fromkeys(rows[0]), **row} for row in rows]
+    pq.write_table(pa.Table.from_pylist(merged), tmp_path / "a.parquet")
+    for ending in ("jsonl", "parquet"):
+        assert [reason for _, reason in told(read(tmp_path / f"a.{ending}"))] == ["not_text", ""], ending
+
+
 @pytest.mark.parametrize("nothing", [None, []])
 def test_rows_of_merged_files_may_have_their_lists_in_different_columns(tmp_path: Path, nothing: Any) -> None:
     sharegpt: list[dict[str, str]] = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]

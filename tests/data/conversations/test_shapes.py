@@ -57,6 +57,9 @@ ROWS: list[tuple[ChatFormat, dict[str, Any], list[tuple[str, str]]]] = [
      [(U, "a"), (A, "b"), (U, "c"), (A, "d")]),
     ("exchanges", {"dialog": ["a", "b", "c"]}, [(U, "a"), (A, "b"), (U, "c")]),
     ("alpaca", {"instruction": "Add", "input": "1 2", "output": "3"}, [(U, "Add\n\n1 2"), (A, "3")]),
+    ("pairs", {"question": "How?", "context": "A table.", "answer": "3"}, [(U, "How?\n\nA table."), (A, "3")]),
+    ("pairs", {"prompt": "Add", "input": "1 2", "output": "3"}, [(U, "Add\n\n1 2"), (A, "3")]),
+    ("pairs", {"question": "How many?", "context": " ", "answer": "3"}, [(U, "How many?"), (A, "3")]),
     ("alpaca", {"instruction": "Add", "input": " ", "output": "3", "text": "User: x"}, [(U, "Add"), (A, "3")]),
     ("alpaca", {"instruction": "Why?", "context": None, "response": "So."}, [(U, "Why?"), (A, "So.")]),
     (
@@ -178,6 +181,36 @@ def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
     spoken = {"t": "<a>x<b>y"}
     told = Fields(messages="t", speakers=("<a>", "<b>"))
     assert isinstance(formats.READ["dialogue"](spoken, told), list)
+
+
+PAIR = {"question": "How many?", "passage": "A table.", "context": "Other.", "answer": "3"}
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "spoken"),
+    [
+        (PAIR, Fields(context="passage"), [(U, "How many?\n\nA table."), (A, "3")]),
+        (PAIR, Fields(context="nope"), "no text field named nope"),
+        (PAIR, Fields(messages="nope"), "no list named nope"),
+        (
+            {**PAIR, "context": None, "told": "Be brief.", "tools": [{"name": "f"}]},
+            Fields(system="told"),
+            [(S, 'Be brief.\n\n{"name": "f"}'), (U, "How many?"), (A, "3")],
+        ),
+    ],
+)
+def test_a_field_that_the_recipe_names_is_never_passed_over(
+    row: dict[str, Any], fields: Fields, spoken: list[tuple[str, str]] | str
+) -> None:
+    shape = formats.detected(row, fields)
+    assert shape is not None
+    read = formats.READ[shape](row, fields)
+    if isinstance(spoken, str):
+        assert isinstance(read, ReadError)
+        assert spoken in read.what
+    else:
+        assert isinstance(read, list)
+        assert [(message["role"], message["content"]) for message in read] == spoken
 
 
 @pytest.mark.parametrize(
