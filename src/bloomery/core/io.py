@@ -155,6 +155,24 @@ def check_new_folder(path: Path) -> None:
         )
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """
+    Leave a new or empty folder as it was, where the block that fills it is interrupted or fails, so that the same
+    command works again. Raises RunError as `check_new_folder`.
+    """
+    check_new_folder(path)
+    was_there = path.is_dir()
+    try:
+        yield
+    except BaseException:
+        for entry in path.iterdir() if path.is_dir() else ():
+            remove_path(entry)
+        if path.is_dir() and not was_there:
+            path.rmdir()
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut, where the system can (POSIX)."""
     if os.name != "posix":

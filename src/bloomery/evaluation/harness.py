@@ -28,7 +28,7 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
-from bloomery.core.errors import ConfigError, DataError
-from bloomery.core.io import whole_file
+from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.core.io import make_folder, whole_file
 from bloomery.core.log import info, progress
 from bloomery.evaluation import sandbox
 from bloomery.evaluation import tasks as evaluation_tasks
@@ -72,6 +72,8 @@ class Likelihood(NamedTuple):
     greedy: bool
     """Whether every token was the most likely one of those that the tokenizer has."""
     tokens: int
+    cut: bool = False
+    """Whether its prompt was longer than the context, and lost its beginning."""
 
 
 @dataclass(frozen=True)
@@ -408,8 +410,8 @@ def evaluate(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResul
         raise ConfigError(f"{runs[0]} runs code that the model writes, which is not enabled", hint=hint)
     if asked.run_code:
         sandbox.check(asked.allow_partial_sandbox)
-    for name in names:
-        items = with_examples(name, questions(name, asked), asked)
+    items_by_task = {name: with_examples(name, questions(name, asked), asked) for name in names}
+    for name, items in items_by_task.items():
         with progress(name, "questions", len(items)) as meter:
             by_task[name] = ask(loaded, name, TASKS[name], items, asked, meter.at)
     return by_task
@@ -480,7 +482,10 @@ def likelihoods(loaded: Loaded, items: Sequence[EvalItem], opening: bool, seen: 
     ]
     share = len(items) / max(len(pairs), 1)
     num_ids = loaded.tokenizer.vocab_size
-    scored = iter(score(loaded.model, pairs, num_ids=num_ids, seen=lambda done: seen(int(done * share))))
+    alone = score(loaded.model, pairs, num_ids=num_ids, seen=lambda done: seen(int(done * share)))
+    longest = loaded.model.config.context_length + 1
+    cut = (len(pair.prompt) + len(pair.continuation) > longest for pair in pairs)
+    scored = iter([one._replace(cut=is_cut) for one, is_cut in zip(alone, cut, strict=True)])
     return [[next(scored) for _ in item.choices] for item in items]
 
 
@@ -505,6 +510,7 @@ def _chosen(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -
                 "chosen_norm": normed,
                 "chosen_by_token": meant,
                 "log_p": [round(one, 5) for one in log_p],
+                **({"prompt_cut": True} if any(one.cut for one in per_choice) else {}),
             },
         )
 
@@ -512,6 +518,7 @@ def _chosen(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -
 def _continued(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -> Iterator[QuestionResult]:
     for item, (likelihood,) in zip(items, scored, strict=True):
         facts = {"expected": item.choices[0], "log_p": round(likelihood.log_p, 5)}
+        facts |= {"prompt_cut": True} if likelihood.cut else {}
         scores = {"acc": float(likelihood.greedy), "nats": -likelihood.log_p}
         yield QuestionResult(task="", row=item.row, scores=scores, facts=facts)
 
@@ -527,8 +534,8 @@ def _of_core(item: EvalItem, scored: Sequence[Likelihood]) -> QuestionResult:
 def _numbers(item: EvalItem, texts: Sequence[str]) -> dict[str, float]:
     """Over the samples: the share that is right by the number after ####, and by the last number."""
     right = marked_number(item.answer)
-    strict = sum(marked_number(text) == right for text in texts)
-    loose = sum(last_number(text) == right for text in texts)
+    strict = sum(right is not None and marked_number(text) == right for text in texts)
+    loose = sum(right is not None and last_number(text) == right for text in texts)
     return {"exact": strict / len(texts), "flexible": loose / len(texts)}
 
 
@@ -562,7 +569,7 @@ def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None 
     """
     stats: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
     if any(one.facts.get("prompt_cut") for one in results):
-        stats["prompts_cut"] = sum(bool(one.facts["prompt_cut"]) for one in results)
+        stats["prompts_cut"] = sum(bool(one.facts.get("prompt_cut")) for one in results)
     if dirty is not None:
         stats["clean"] = _scored([one for one in results if one.row not in dirty])
         stats["dirty"] = _scored([one for one in results if one.row in dirty])
@@ -578,6 +585,8 @@ def core_scores(
     stand in the training text (`clean`; None where all do).
     """
     stats = evaluation_tasks.average(_right(by_task))
+    if cut := sum(bool(one.facts.get("prompt_cut")) for results in by_task.values() for one in results):
+        stats["prompts_cut"] = cut
     if dirty is not None:
         clean = {name: [one for one in results if one.row not in dirty[name]] for name, results in by_task.items()}
         for name, results in by_task.items():
@@ -619,6 +628,9 @@ def save(
                 file.write(result.line(None if dirty is None else result.row in dirty[name]) + "\n")
 
 
+CUT = "were longer than the context, and lost their beginning"
+
+
 def lines(stats_by_task: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A line for every score of every task, with its interval, and the clean and dirty scores where both are known."""
     for name, stats in stats_by_task.items():
@@ -627,6 +639,8 @@ def lines(stats_by_task: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             parts = [f"{part} {shown(metric, stats[part][metric])}" for part in ("clean", "dirty") if _has(stats, part)]
             apart = f"  ({', '.join(parts)})" if parts else ""
             yield f"{name:<16} {metric:<11} {shown(metric, score)}  of {score['n']:,}{chance}{apart}"
+        if cut := stats.get("prompts_cut"):
+            yield f"{name:<16} {cut:,} of {stats['n']:,} prompts {CUT}"
 
 
 def core_lines(stats: Mapping[str, Any]) -> Iterator[str]:
@@ -638,6 +652,8 @@ def core_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     if clean := stats.get("dirty_n") and stats.get("clean"):
         share = f"of {clean['n']:,}, without {stats['dirty_n']:,} that occur in the training text"
         yield f"{'clean':<34} {clean['mean_of_parts']:.4f} ({clean['low']:.4f} to {clean['high']:.4f})  {share}"
+    if cut := stats.get("prompts_cut"):
+        yield f"{cut:,} of {stats['n']:,} prompts {CUT}"
     if stats["missing"]:
         yield f"missing: {', '.join(stats['missing'])}"
 
@@ -647,7 +663,12 @@ def _has(stats: Mapping[str, Any], subset: str) -> bool:
 
 
 def run_command(options: argparse.Namespace) -> None:
-    """Ask, write the results of every question where that was asked for, and print the scores."""
+    """
+    Ask, print the scores, and write the results of every question where that was asked for. Raises RunError where they
+    could not be written, before anything is asked.
+    """
+    if options.out is not None:
+        check_new_file(options.out, options.data)
     asked = EvalRequest(
         tasks=tuple(name for name in options.task if name != evaluation_tasks.NAME),
         files=evaluation_tasks.task_files(options.task, options.data, offline=options.offline),
@@ -666,11 +687,22 @@ def run_command(options: argparse.Namespace) -> None:
     stats_by_task: dict[str, Any] = {name: scores(name, results) for name, results in by_task.items()}
     parts = evaluate_core(loaded, asked) if evaluation_tasks.NAME in options.task else {}
     whole = core_scores(parts) if parts else None
-    if options.out is not None:
-        save(options.out, by_task | parts)
-        info(f"{options.out}: {sum(map(len, (by_task | parts).values())):,} questions")
     if options.json:
         core = {} if whole is None else {"core": whole}
         print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": stats_by_task, **core}))
     else:
         print("\n".join([*lines(stats_by_task), *([] if whole is None else core_lines(whole))]))
+    if options.out is not None:
+        save(options.out, by_task | parts)
+        info(f"{options.out}: {sum(map(len, (by_task | parts).values())):,} questions")
+
+
+def check_new_file(path: Path, kept: Iterable[Path]) -> None:
+    """Raises RunError where results cannot be written to a file, or would replace one of those that are `kept`."""
+    hint = "Choose another file for --out."
+    if path.is_dir():
+        raise RunError("is a folder", where=str(path), hint=hint)
+    whole = path.resolve()
+    if path.exists() and any(whole.is_relative_to(one.resolve()) for one in kept):
+        raise RunError("holds the questions, which --out would replace", where=str(path), hint=hint)
+    make_folder(path.parent)

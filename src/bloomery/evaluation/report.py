@@ -64,7 +64,11 @@ def known_tasks(report: Report) -> list[object]:
             chance = percent(at(task, "chance")) if metric in ("acc", "acc_norm") else DASH
             rows.append([text(name), text(metric), scored(metric, score), count(at(score, "n")), chance, *parts])
     heads = ["Task", "Score", "Value (95% interval)", "Questions", "Chance", "Clean", "Dirty"]
-    content = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
+    others = ", ".join(text(one) for one in sequence(report, "not_searched"))
+    note_of_search = f"{LOOKED}{f' Not searched: {others}.' if others else ''}" if looked else ""
+    content = [charts.table(heads, rows), note(TOLD, note_of_search)] if rows else []
+    cuts = [(text(name), number(at(task, "prompts_cut"))) for name, task in named(report, "tasks").items()]
+    content += [note(f"{name}: {count(cut)} prompts were longer than the context.") for name, cut in cuts if cut]
     return [*content, *_core(report)]
 
 

@@ -16,6 +16,10 @@ from bloomery.core.errors import HardwareError
 
 GIB = 2**30
 SpecNumber = int | float
+VARIANT = re.compile(r"\b(ti|super|laptop|mobile|max-q|nvl|gre|xtx?|d)\b")
+"""Words of a name that make another device of it."""
+SIZE, SIZE_TOLERANCE = re.compile(r"\b([0-9]{1,4}) ?gi?b\b"), 0.15
+"""The memory in a name, and how far a size in decimal units, or less what a driver keeps, may be from an entry's."""
 Sure = Literal["read", "computed", "doubtful"]
 """Read in a published table; computed as units times clock, for lack of a table; or an estimate."""
 
@@ -204,7 +208,17 @@ def _called(name: str) -> list[Entry]:
     """Those whose name stands in that of a driver, and is the longest that does."""
     matches = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
     longest = max((length for length, _ in matches), default=0)
-    return [entry for length, entry in matches if length == longest]
+    found = [entry for length, entry in matches if length == longest]
+    return [entry for entry in found if not _is_variant(entry, name.lower())]
+
+
+def _is_variant(entry: Entry, text: str) -> bool:
+    """Whether a name says, next to that of the entry, that it is another device or has another size of memory."""
+    rest = next((text.replace(one, " ") for one in entry.names if _stands_in(one, text)), text)
+    size = SIZE.search(text)
+    if size and entry.memory_bytes and abs(int(size[1]) * GIB / entry.memory_bytes - 1) > SIZE_TOLERANCE:
+        return True
+    return VARIANT.search(rest) is not None
 
 
 def _stands_in(name: str, text: str) -> bool:

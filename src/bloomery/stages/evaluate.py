@@ -57,6 +57,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         **held_out_talks({"pretrain": speaking(base, tuned), last: tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
+        "not_searched": not_searched(inputs),
         **run_report.training(inputs),
         **run_report.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
@@ -72,6 +73,18 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": report["leaks"],
         **{name: report[name] for name in ("conversations", "tasks", "core") if name in report},
     }
+
+
+def not_searched(inputs: Mapping[str, Path]) -> list[str]:
+    """What the model was trained on, and is not searched for the questions: the text is not in this run."""
+    starts = [
+        read_manifest(inputs[name])["config"].get("start_from")
+        for name in ("pretrain", "finetune", "prefer")
+        if name in inputs
+    ]
+    texts = [f"the training text of {start}" for start in starts if start]
+    imports = "shard" in inputs and read_manifest(inputs["shard"])["config"].get("imported")
+    return [*texts, "imported token files"] if imports else texts
 
 
 def base_of(inputs: Mapping[str, Path]) -> Path:

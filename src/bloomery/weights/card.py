@@ -42,6 +42,8 @@ class Provenance:
     run: Path | None = None
     stage: Path | None = None
     """The folder of the stage that made the model."""
+    checkpoint: str | None = None
+    """The step of a checkpoint of that stage; None where it is what the stage handed on."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """What the stage `evaluate` has measured of it."""
 
@@ -61,9 +63,16 @@ def provenance(folder: Path, license: str | None = None) -> Provenance:
         adapter = peft.read(folder)
         base = locate.named_model(folder / ADAPTER_CONFIG, adapter.base, adapter.revision)
     known = license or (None if base is None else license_of(base))
-    report = _report(run, stage) if run is not None and stage is not None else {}
+    is_final = stage is not None and folder.resolve() == stage / "model"
+    report = _report(run, stage) if run is not None and stage is not None and is_final else {}
     return Provenance(
-        folder.resolve().name if run is None else run.name, _named(base) if base else None, known, run, stage, report
+        name=folder.resolve().name if run is None else run.name,
+        base=_named(base) if base else None,
+        license=known,
+        run=run,
+        stage=stage,
+        checkpoint=None if stage is None or is_final else folder.resolve().name.lstrip("0") or "0",
+        report=report,
     )
 
 
@@ -140,7 +149,7 @@ def card(source: Provenance, rows: Mapping[str, str], *, library: str = "transfo
         pipeline_tag="text-generation",
         tags=["bloomery"],
     )
-    facts = {**rows, "base": source.base or "none", "license": source.license or UNKNOWN, **_training(source.stage)}
+    facts = {"base": source.base or "none", "license": source.license or UNKNOWN, **_training(source), **rows}
     parts = [f"---\n{front.to_yaml()}\n---", f"# {title}", "Made with Bloomery.", _table(("", ""), facts.items())]
     if scores:
         cells = [(task, metric, f"{value:.4g}", interval) for task, metric, value, interval in scores]
@@ -173,8 +182,9 @@ def _data(source: Provenance) -> list[tuple[str, str]]:
     return list(sources.items())
 
 
-def _training(stage: Path | None) -> dict[str, str]:
-    """How the stage trained, from its manifest."""
+def _training(source: Provenance) -> dict[str, str]:
+    """How the stage trained, from its manifest; of a checkpoint, its step."""
+    stage = source.stage
     manifest = None if stage is None else find_manifest(stage)
     if manifest is None or stage is None:
         return {}
@@ -182,6 +192,8 @@ def _training(stage: Path | None) -> dict[str, str]:
     rows = {"training stage": manifest["stage"]}
     if lora := config.get("lora"):
         rows["adapters"] = f"LoRA of rank {lora.get('rank')}, base kept as {lora.get('base_dtype')}"
+    if source.checkpoint is not None:
+        return rows | {"checkpoint of step": source.checkpoint}
     for key in ("steps", "tokens"):
         if isinstance(stats.get(key), int):
             rows[key] = f"{stats[key]:,}"

@@ -13,7 +13,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import TEMPERATURE
 from bloomery.core.config import is_of_hub
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
-from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
+from bloomery.core.io import check_new_folder, make_folder, new_folder, whole_file, write_json
 from bloomery.core.log import info
 from bloomery.core.records import read_record
 from bloomery.model.transformer import Transformer, on_meta
@@ -42,6 +42,7 @@ from torch import Tensor
 
 ExportFormat = Literal["hf", "gguf", "llmc"]
 """Formats of whole models; `write_adapters` is for PEFT."""
+FloatFormat = Literal["float32", "bfloat16", "float16"]
 ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
 
@@ -68,36 +69,43 @@ def write(
     if number_format == "q8_0" or number_format == "q4_0":
         hint = "Add --format gguf, or use float32, bfloat16 or float16."
         raise CheckpointError("is a number format of GGUF only", where=f"--dtype {number_format}", hint=hint)
-    check_new_folder(out)
-    config = loaded.model.config
-    if form == "llmc":
-        if number_format == "float16":
-            raise CheckpointError(
-                "llm.c has only float32 and bfloat16", where="--dtype float16", hint="Use one of them."
-            )
-        size = sum(weight.numel() for weight in loaded.model.parameters()) * getattr(torch, number_format).itemsize
-        info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
-        llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size, loaded.weights)
-        importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
+    with new_folder(out):
+        if form == "llmc":
+            name = _write_llmc(loaded, out, number_format)
+        else:
+            name = _write_hf(loaded, out, number_format, source, shard_bytes)
         safetensors.write_sums(out)
-        name = "GPT-2 of llm.c"
-    else:
-        if why := architectures.reasons(config):
-            hint = f"Use {loaded.folder} itself with Bloomery: no other program can read it."
-            raise CheckpointError(
-                "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint
-            )
-        model, weights = _said_otherwise(loaded)
-        size = sum(weight.numel() for weight in model.parameters()) * getattr(torch, number_format).itemsize
-        info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
-        words, lineage = loaded.language, loaded.lineage
-        hf.save(out, model, words, lineage, number_format=number_format, weights=weights, shard_bytes=shard_bytes)
-        name = architectures.architecture(model.config).name
-        if name == architectures.BAICHUAN2.name:
-            info(f"{out}: transformers loads a {name} only with its authors' code", "yellow")
-        _write_card(loaded, out, name, number_format, source)
-        safetensors.write_sums(out)
+        return _written(name, number_format, out)
+
+
+def _written(name: str, number_format: str, out: Path) -> dict[str, Any]:
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
+
+
+def _write_llmc(loaded: Loaded, out: Path, number_format: FloatFormat) -> str:
+    if number_format == "float16":
+        raise CheckpointError("llm.c has only float32 and bfloat16", where="--dtype float16", hint="Use one of them.")
+    size = sum(weight.numel() for weight in loaded.model.parameters()) * getattr(torch, number_format).itemsize
+    info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
+    llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size, loaded.weights)
+    importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
+    return "GPT-2 of llm.c"
+
+
+def _write_hf(loaded: Loaded, out: Path, number_format: FloatFormat, source: Provenance, shard_bytes: int) -> str:
+    if why := architectures.reasons(loaded.model.config):
+        hint = f"Use {loaded.folder} itself with Bloomery: no other program can read it."
+        raise CheckpointError("transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint)
+    model, weights = _said_otherwise(loaded)
+    size = sum(weight.numel() for weight in model.parameters()) * getattr(torch, number_format).itemsize
+    info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
+    words, lineage = loaded.language, loaded.lineage
+    hf.save(out, model, words, lineage, number_format=number_format, weights=weights, shard_bytes=shard_bytes)
+    name = architectures.architecture(model.config).name
+    if name == architectures.BAICHUAN2.name:
+        info(f"{out}: transformers loads a {name} only with its authors' code", "yellow")
+    _write_card(loaded, out, name, number_format, source)
+    return name
 
 
 def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[str, Any]:
@@ -125,21 +133,21 @@ def write_adapters(folder: Path, out: Path, license: str | None = None) -> dict[
         what = f"training added the token {added[0]!r}, and the files of PEFT have no row for it"
         raise CheckpointError(what, where=str(folder), hint="Remove --format peft to export the whole model.")
     info(f"{out}: {(folder / ADAPTER_WEIGHTS).stat().st_size / 2**20:.1f} MiB of adapters in float32")
-    make_folder(out)
-    hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
-    shutil.copyfile(folder / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
-    named, revision = locate.of_hub(base) or (str(base), None)
-    write_json(out / ADAPTER_CONFIG, facts | {"base_model_name_or_path": named, "revision": revision})
-    name = architectures.architecture(shape).name
-    ranks = {len(a) for a, _ in adapter.pairs.values()}
-    rows = {
-        "base": f"{named}, a {name}",
-        "rank": ", ".join(map(str, sorted(ranks))),
-        "matrices": str(len(adapter.pairs)),
-    }
-    with whole_file(out / CARD, "w") as file:
-        file.write(card(provenance(folder, license), rows, library="peft", title=out.name))
-    return {"architecture": name, "number_format": "float32", "files": sorted(one.name for one in out.iterdir())}
+    with new_folder(out):
+        make_folder(out)
+        hf.write_words(out, words, shape.context_length, chats=words.chat is not None)
+        shutil.copyfile(folder / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
+        named, revision = locate.of_hub(base) or (str(base), None)
+        write_json(out / ADAPTER_CONFIG, facts | {"base_model_name_or_path": named, "revision": revision})
+        ranks = {len(a) for a, _ in adapter.pairs.values()}
+        rows = {
+            "base": f"{named}, a {architectures.architecture(shape).name}",
+            "rank": ", ".join(map(str, sorted(ranks))),
+            "matrices": str(len(adapter.pairs)),
+        }
+        with whole_file(out / CARD, "w") as file:
+            file.write(card(provenance(folder, license), rows, library="peft", title=out.name))
+        return _written(architectures.architecture(shape).name, "float32", out)
 
 
 def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers, source: Provenance) -> dict[str, Any]:
@@ -285,16 +293,17 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     Make a model folder of what `read` reads, in the number format of its matrices: float32 if they have several. Raises
     RunError where `out` has files in it.
     """
-    check_new_folder(out)
+    check_new_folder(out)  # before anything is read
     loaded = read(source, tokenizer)
     formats = {loaded.weights[TABLES[0]].dtype}
     if isinstance(loaded.stored, StoredWeights):
         formats = loaded.stored.matrix_formats()
     widest = formats.pop() if len(formats) == 1 else torch.float32  # which holds all others
     number_format: NumberFormat = str(widest).removeprefix("torch.")  # type: ignore[assignment]
-    hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format, weights=loaded.weights)
-    if (path := loaded.folder / CARD).is_file():
-        shutil.copyfile(path, out / CARD)  # it states the license
+    with new_folder(out):
+        hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format, weights=loaded.weights)
+        if (path := loaded.folder / CARD).is_file():
+            shutil.copyfile(path, out / CARD)  # it states the license
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
     return {

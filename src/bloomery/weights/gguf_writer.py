@@ -9,7 +9,9 @@ text in another way is refused. The file also holds the whole tokenizer.json, un
 GGUF has for it.
 """
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,7 +133,11 @@ def write(
         for tensor in planned:
             numbers = tensor.make().detach().to("cpu", torch.float32).contiguous().numpy()
             with np.errstate(all="ignore"):
-                writer.write_tensor_data(np.ascontiguousarray(package.quants.quantize(numbers, tensor.kind)))
+                quantized = np.ascontiguousarray(package.quants.quantize(numbers, tensor.kind))
+            try:
+                writer.write_tensor_data(quantized)
+            except OSError as error:  # NumPy says how many numbers it has written, and no errno
+                raise error if error.errno else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         writer.close()
     return arch
 

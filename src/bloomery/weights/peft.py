@@ -356,7 +356,7 @@ def _more(facts: Mapping[str, Any]) -> str:
     if facts.get("peft_type") != "LORA":
         return f"its kind is {facts.get('peft_type')!r}"
     start = facts.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
+    if isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq")):
         return f"init_lora_weights is {start!r}, which changes the base model"
     keys = ("layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
     return ", ".join(f"{key} is {facts[key]!r}" for key in keys if facts.get(key))
