@@ -542,7 +542,7 @@ def plan(options: argparse.Namespace) -> int:
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
     text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
     runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
-    text += stages_plan.next_command(words, options.settings, runs, wish, plans)
+    text += stages_plan.next_command(words, options.settings, runs, wish, plans, facts)
     print(json.dumps(facts) if options.json else "\n".join(text))
     return 2 if facts["fits"] is False else 0
 
@@ -693,32 +693,10 @@ def evaluate(options: argparse.Namespace) -> int:
         from bloomery.evaluation import harness
 
         harness.run_command(options)
-        return 0
-    from bloomery.evaluation import held_out
-    from bloomery.hw import device
-    from bloomery.stages.config import Evaluate
-    from bloomery.stages.evaluate import answers, ask, describe
-    from bloomery.weights import hf, locate
+    else:
+        from bloomery.stages import evaluate as stages_evaluate
 
-    said = {name: value for name in ("toy_questions", "seed") if (value := getattr(options, name)) is not None}
-    config = Evaluate(**said)
-    chosen = device.find(config.device).torch_device
-    loaded = hf.load(locate.locate_model(options.model), chosen, dtype=options.dtype)
-    asked = held_out.held_out(config.seed, config.toy_questions)
-    judged = ask(loaded, asked, config.max_tokens)
-    scores = answers(judged, len(asked) - len(judged))
-    if options.json:
-        print(json.dumps({"model": describe(loaded), "answers": scores}))
-        return 0
-    for kind, row in scores["by_kind"].items():
-        print(f"{kind:<22} {row['exact']:7.1%} exact  {row['ended']:7.1%} ended  of {row['n']}")
-    low, high = scores["interval"]
-    print(
-        f"{'all':<22} {scores['exact']:7.1%} exact  {scores['ended']:7.1%} ended  of {scores['n']}  "
-        f"(95 %: {low:.1%} to {high:.1%})"
-    )
-    if scores["not_asked"]:
-        print(f"{scores['not_asked']} of {len(asked)} questions did not fit into the model's context and were skipped")
+        stages_evaluate.run_command(options)
     return 0
 
 
@@ -730,6 +708,8 @@ def export(options: argparse.Namespace) -> int:
     path = locate.locate_model(options.model)
     if options.push is not None and options.format not in ("hf", "peft"):
         raise DataError("uploads folders of --format hf or peft", where="--push", hint="Remove --format.")
+    if options.format == "peft" and options.dtype != "float32":
+        raise DataError("adapters are written in float32", where=f"--dtype {options.dtype}", hint="Remove --dtype.")
     if options.format == "peft":
         written = exports.write_adapters(path, options.out, options.license)
     else:

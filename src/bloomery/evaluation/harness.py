@@ -667,6 +667,8 @@ def run_command(options: argparse.Namespace) -> None:
     Ask, print the scores, and write the results of every question where that was asked for. Raises RunError where they
     could not be written, before anything is asked.
     """
+    if options.toy_questions is not None:
+        raise DataError("is not for benchmarks", where="--toy-questions", hint="Use --limit, or remove --task.")
     if options.out is not None:
         check_new_file(options.out, options.data)
     asked = EvalRequest(

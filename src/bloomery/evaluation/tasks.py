@@ -594,7 +594,8 @@ def find(
         return alone
     near = sorted({path.name for place in places if place.is_dir() for path in core_io.below(place)})
     message = f"there is no file of {what}" + (f"; its name would be one of {owner}" if owner else "")
-    hint = f"Add a file named {names[0]}.jsonl (.zst, .gz) or .parquet, also with _{splits[-1]}."
+    first = names[0] + (f"_{splits[0]}" if splits[0] else "")
+    hint = f"Add a file named {first}.jsonl (.zst, .gz) or .parquet, also with _{splits[-1]}."
     if alone and not owner and splits is SPLITS:
         hint += " It may have any name where it is given itself, and one task is asked."
     hint += f" Here is {', '.join(near[:5])}{', …' * (len(near) > 5)}." if near else ""

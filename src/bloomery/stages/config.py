@@ -567,9 +567,14 @@ def preference_files(config: Prefer) -> str:
 
 
 def task_files(config: Evaluate) -> str:
-    """A hash of the content of the tasks' files; "" without tasks."""
+    """A hash of the content of the tasks' files, and of those of their examples; "" without tasks. Raises DataError."""
     files = tasks.task_files(config.tasks, config.data)
-    digests = [sha256_file(path) for name in config.tasks if name != tasks.NAME for path in tasks.paths(name, files)]
+    names = tasks.named([name for name in config.tasks if name != tasks.NAME])
+    digests = [sha256_file(path) for name in names for path in tasks.paths(name, files)]
+    for name in names:
+        shots = TASKS[name].num_fewshot if config.num_fewshot is None else config.num_fewshot
+        if shots and TASKS[name].examples:
+            digests += [sha256_file(path) for path in tasks.paths(name, files, examples=True)]
     if tasks.NAME in config.tasks:
         digests += [sha256_file(path) for path in tasks.files_of(files)]
     return sha256_bytes(canonical(digests)) if digests else ""

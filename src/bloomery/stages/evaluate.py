@@ -1,5 +1,6 @@
 """The stage `evaluate`: a run -> how well its model answers and predicts, as report.json and report.html."""
 
+import argparse
 import json
 import tempfile
 import time
@@ -197,6 +198,8 @@ def answers(judged: Sequence[JudgedAnswer], not_asked: int) -> dict[str, Any]:
 def bits_per_byte(base: Loaded, shards: Path | None, config: Evaluate, device: devices.Device) -> dict[str, Any]:
     """Of the pretrained model and of the compressors, over the validation documents, by domain and together."""
     texts: dict[str, list[str]] = {}
+    if shards is not None and read_manifest(shards)["config"].get("imported"):
+        shards = None  # token files of others, of which no text was held out
     for row in data_documents.read(shards / "held-out") if shards is not None else ():
         texts.setdefault(row["domain"], []).append(row["text"])
     domains = config.domains or tuple(sorted(texts))
@@ -308,3 +311,36 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         "template": loaded.renderer.hash,
         "folder": f"{loaded.folder.parent.name}/{loaded.folder.name}",
     }
+
+
+OF_TASKS = {
+    **dict.fromkeys(("out", "num_fewshot", "limit", "max_tokens")),
+    **dict.fromkeys(("offline", "no_bos", "run_code", "allow_partial_sandbox"), False),
+    **{"data": [], "samples": 1, "temperature": 0.0},
+}
+"""Options of `bloomery eval` that only benchmarks have, and their defaults."""
+
+
+def run_command(options: argparse.Namespace) -> None:
+    """Ask a model the questions of the demo, and print its scores. Raises DataError for options of benchmarks."""
+    if others := [name for name, value in OF_TASKS.items() if getattr(options, name) != value]:
+        where = f"--{others[0].replace('_', '-')}"
+        raise DataError("is for benchmarks, and none was named", where=where, hint="Add --task NAME, or remove it.")
+    said = {name: value for name in ("toy_questions", "seed") if (value := getattr(options, name)) is not None}
+    config = Evaluate(**said)
+    loaded = hf.load(locate.locate_model(options.model), devices.find(config.device).torch_device, dtype=options.dtype)
+    asked = held_out.held_out(config.seed, config.toy_questions)
+    judged = ask(loaded, asked, config.max_tokens)
+    scores = answers(judged, len(asked) - len(judged))
+    if options.json:
+        print(json.dumps({"model": describe(loaded), "answers": scores}))
+        return
+    for kind, row in scores["by_kind"].items():
+        print(f"{kind:<22} {row['exact']:7.1%} exact  {row['ended']:7.1%} ended  of {row['n']}")
+    low, high = scores["interval"]
+    print(
+        f"{'all':<22} {scores['exact']:7.1%} exact  {scores['ended']:7.1%} ended  of {scores['n']}  "
+        f"(95 %: {low:.1%} to {high:.1%})"
+    )
+    if scores["not_asked"]:
+        print(f"{scores['not_asked']} of {len(asked)} questions did not fit into the model's context and were skipped")

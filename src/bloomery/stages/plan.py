@@ -474,17 +474,30 @@ def settings_that_fit(reports: Mapping[str, PlanReport]) -> list[str]:
 
 
 def next_command(
-    words: Sequence[str], settings: Sequence[str], runs: Sequence[str], wish: Wish, reports: Mapping[str, PlanReport]
+    words: Sequence[str],
+    settings: Sequence[str],
+    runs: Sequence[str],
+    wish: Wish,
+    reports: Mapping[str, PlanReport],
+    facts: Mapping[str, Any],
 ) -> list[str]:
-    """The line with the next command, of the words and settings of this one: a run, or a plan that fits; [] if none."""
+    """
+    The line with the next command, of the words and settings of this one: a run, up to where its sections lead and on
+    as many devices as were asked for, or a plan that fits; [] if none.
+    """
     fits = all(plan.choice.fits for plan in reports.values())
     changes = settings_that_fit(reports)
     if not changes and not (fits and wish.device is None and wish.memory_bytes is None):
         return []
     changed = {setting.partition("=")[0] for setting in changes}
     kept = [setting for setting in settings if setting.partition("=")[0] not in changed]
+    known = {setting.partition("=")[0] for setting in settings}
     program, verb, recipe = words
     command = [program, "run" if fits else verb, recipe, *kept, *changes, *runs]
+    if fits and wish.devices is not None:
+        command += [f"{name}.num_processes={wish.devices}" for name in reports if f"{name}.num_processes" not in known]
+    if fits and facts["missing_sections"]:
+        command += ["--until", facts["stages"][-1]["stage"]]
     return [f"Next: {shlex.join([*command, *(wish.words() if changes else [])])}"]
 
 
@@ -560,6 +573,9 @@ def mesh_plan(recipe: Any, wish: Wish, html: Path | None = None) -> ShardingPlan
     if recipe.pretrain is not None:
         what = "it plans a model that is downloaded, but this recipe pretrains its own"
         raise ConfigError(what, where="finetune.mesh.preset", hint="Remove finetune.mesh.preset.")
+    if wish.price != HourlyPrice():
+        what, hint = "a plan over a mesh counts no hours", "Remove --price and --power-watts."
+        raise ConfigError(what, where="--price", hint=hint)
     ask = asked(config, recipe.instruct.sequence_length)
     target, link = wish.of_mesh(config.mesh)
     plan = sharded(ask, target, link)

@@ -151,7 +151,8 @@ def read(file: Path) -> GGUFModel:
         hint = "Use a model with byte-level BPE (gpt2) or SentencePiece's BPE (llama)."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
     known = {f"{role}_id": ids[role] if ids[role] >= 0 else None for role in ROLES if role != "unk_token"}
-    candidates = (ids["eos_token"], meta.integer("tokenizer.ggml.eot_token_id", -1))
+    others = (meta.integer(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eot", "eom"))
+    candidates = (ids["eos_token"], *others)
     ends = sorted({id for id in candidates if id >= 0})
     generation = {theirs: meta.entries[key] for key, theirs in SAMPLING.items() if key in meta.entries}
     return GGUFModel(

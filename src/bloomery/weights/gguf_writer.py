@@ -443,8 +443,12 @@ def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWord
     writer.add_add_bos_token(words.add_bos)
     if words.chat_template:
         writer.add_chat_template(words.chat_template)
-    if other := [id for id in ends if id != ids.get("eos_token")]:
-        writer.add_eot_token_id(other[0])
+    others = [id for id in ends if id != ids.get("eos_token")]
+    for id, add in zip(others, (writer.add_eot_token_id, writer.add_eom_token_id), strict=False):
+        add(id)
+    if len(others) > 2:
+        lost = ", ".join(map(str, others[2:]))
+        info(f"GGUF has room for three tokens that end an answer: those with the IDs {lost} are left out", "yellow")
     sampling = sampling_of(words.generation)
     for key, theirs in SAMPLING.items():
         if (value := sampling.get(theirs)) is not None:
