@@ -232,6 +232,20 @@ def test_examples_are_of_the_same_subject_and_its_heading_stands_once() -> None:
 
 
 @needs_sets
+def test_an_answer_without_its_number_is_refused_and_never_right(tmp_path: Path) -> None:
+    file = write(tmp_path / "gsm8k_test.jsonl", [{"question": "The capital of France?", "answer": "18"}])
+    with pytest.raises(DataError, match="has no number after ####"):
+        tasks.rows("gsm8k", TaskFiles((file,)))
+
+
+def test_a_short_question_is_found_without_the_list_of_its_choices(tmp_path: Path) -> None:
+    row = {"question": "Which organ pumps blood?", "choices": ["heart", "liver"], "answer": 0, "subject": "anatomy"}
+    items = tasks.rows("mmlu", TaskFiles((write(tmp_path / "mmlu_test.jsonl", [row]),)))
+    text = "A page. Which organ pumps blood? The heart does."
+    assert tasks.dirty({"mmlu": items}, [text], tmp_path) == {"mmlu": {1}}
+    assert tasks.dirty({"mmlu": items}, ["A page of other words."], tmp_path) == {"mmlu": set()}
+
+
 @pytest.mark.parametrize("name", ["hellaswag", "winogrande", "boolq", "gsm8k"])
 def test_decontamination_reads_the_questions_of_the_table(name: str, tmp_path: Path) -> None:
     items = tasks.rows(name, TaskFiles((SETS,)))[:20]

@@ -126,3 +126,33 @@ def test_eval_prints_scores_and_writes_every_question(tmp_path: Path, capsys: py
     assert cli.main(words) == 0
     assert "copa             acc " in capsys.readouterr().out
     assert cli.main([*words[:2], "--task", "coppa"]) == 2
+
+
+def test_eval_refuses_what_it_could_not_write_or_would_ignore_before_it_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "copa.jsonl", [{"query": "is 1", "choices": ["odd", "even"], "gold": 0}])
+    before, words = file.read_bytes(), ["eval", str(model(tmp_path / "model", context=100))]
+    monkeypatch.setattr(harness, "ask", None)
+    asked = [*words, "--task", "copa", "--data", str(tmp_path)]
+    for more, match in (
+        ([*asked, "--out", str(tmp_path)], "is a folder"),
+        ([*asked, "--out", str(file)], "which --out would replace"),
+        ([*asked, "--toy-questions", "3"], "is not for benchmarks"),
+        ([*asked, "--task", "piqa"], "there is no file of piqa"),
+        ([*words, "--out", str(tmp_path / "new.jsonl")], "--out: is for benchmarks"),
+        ([*words, "--num-fewshot", "2"], "--num-fewshot: is for benchmarks"),
+    ):
+        assert cli.main(more) == 2
+        assert match in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_prompts_that_lost_their_beginning_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"query": f"number {n} " * (40 if n else 1), "choices": ["odd", "even"], "gold": 0} for n in range(3)]
+    write(tmp_path / "copa.jsonl", rows)
+    words = ["eval", str(model(tmp_path / "model", context=60)), "--data", str(tmp_path)]
+    assert cli.main([*words, "--task", "copa", "--task", "core"]) == 0
+    said = capsys.readouterr().out
+    assert "copa             2 of 3 prompts were longer than the context" in said
+    assert "\n2 of 3 prompts were longer than the context, and lost their beginning" in said

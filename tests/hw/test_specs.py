@@ -75,6 +75,21 @@ def test_a_device_that_is_not_listed_borrows_no_peak(said: str) -> None:
     assert of_device(said, 48 * GIB) is None
 
 
+@pytest.mark.parametrize(
+    "said",
+    ["rtx 3060 ti", "9060 xt 8gb", "rtx 4090 laptop", "RTX 4070 Ti SUPER", "h100 nvl", "a100 40gb"],
+)
+def test_a_variant_or_another_size_of_a_listed_device_is_not_that_device(said: str) -> None:
+    with pytest.raises(HardwareError, match="is not known"):
+        named(said)
+    assert of_device(f"NVIDIA GeForce {said}", 16 * GIB) is None
+
+
+@pytest.mark.parametrize(("said", "key"), [("9060 xt 16gb", "9060xt"), ("rtx 4060 ti 8gb", "rtx-4060-ti-8")])
+def test_a_size_in_a_name_chooses_between_sizes(said: str, key: str) -> None:
+    assert named(said).key == key
+
+
 def test_formats_without_units_have_no_peak() -> None:
     assert named("t4").peak("bfloat16") is None
     assert named("t4").peak("float16") == pytest.approx(65.1e12)

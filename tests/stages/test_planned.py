@@ -227,6 +227,16 @@ def test_a_recipe_that_does_not_fit_ends_with_2_and_with_a_command_of_settings_t
     assert "\nIt fits: " in out
 
 
+def test_the_next_command_starts_what_was_planned_and_ends_where_the_sections_do() -> None:
+    reports = {name: plan(ModelConfig(), 300, card("h100")) for name in ("pretrain", "finetune")}
+    facts = {"missing_sections": {"evaluate": ["fetch"]}, "stages": [{"stage": "finetune"}]}
+    words = ["bloomery", "plan", "a.toml"]
+    (last,) = stages_plan.next_command(words, ["finetune.num_processes=4"], [], Wish(devices=2), reports, facts)
+    assert last == "Next: bloomery run a.toml pretrain.num_processes=2 finetune.num_processes=2 --until finetune"
+    (last,) = stages_plan.next_command(words, [], [], Wish(), reports, facts | {"missing_sections": {}})
+    assert last == "Next: bloomery run a.toml"
+
+
 @pytest.mark.slow
 def test_the_verdict_names_the_context_of_a_preset_where_its_activations_decide() -> None:
     large = plan(ModelConfig(preset="llama-3.1-8b"), 128_256, card("h100"))

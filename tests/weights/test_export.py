@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from gguf import GGUFWriter
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
@@ -279,6 +280,59 @@ def test_a_model_card_states_base_license_data_training_and_scores_as_the_hub_re
         "# Data of mine",
     ):
         assert line in card.text.splitlines(), line
+
+
+def test_the_card_of_a_checkpoint_has_its_step_and_not_the_results_of_the_final_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = trained_run(tmp_path).parent
+    saved(stage / "checkpoints" / "000000400", SHAPES[0])
+    told(capsys, "export", stage / "checkpoints" / "000000400", tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert not card.data.eval_results
+    assert "| checkpoint of step | 400 |" in card.text
+    for text in ("99,000", "validation loss", "arc_easy"):
+        assert text not in card.text
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_an_export_that_ends_early_leaves_no_files_so_that_the_same_command_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
+    saved(tmp_path / "in", SHAPES[0])
+    if was_there:
+        (tmp_path / "out").mkdir()
+    words = ["export", str(tmp_path / "in"), str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "_write_card", interrupted)
+        assert main(words) == 130
+    assert (tmp_path / "out").exists() == was_there
+    assert not was_there or not list((tmp_path / "out").iterdir())
+    capsys.readouterr()
+    told(capsys, *words)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_disk_that_is_full_is_said_where_numpy_says_only_how_much_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("940032 requested and 306912 written")
+
+    saved(tmp_path / "in", SHAPES[0])
+    monkeypatch.setattr(GGUFWriter, "write_tensor_data", full)
+    error = refused(capsys, "export", tmp_path / "in", tmp_path / "a.gguf", "--format", "gguf")
+    assert "No space left on device" in error
+    assert not list(tmp_path.glob("a.gguf*"))
+
+
+def test_options_that_do_not_apply_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "in", SHAPES[0])
+    words = ["export", tmp_path / "in", tmp_path / "out", "--format", "peft", "--dtype", "q4_0"]
+    assert "adapters are written in float32" in refused(capsys, *words)
 
 
 def test_a_license_that_is_stated_goes_before_that_of_the_base_into_every_format(

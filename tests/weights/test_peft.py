@@ -334,6 +334,7 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     ("change", "what"),
     [
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base model"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA', which changes the base model"),
         ({"alpha_pattern": {"([a-z._0-9]+)+X": 2.0}}, "may take too long"),
         ({"lora_alpha": 1e300}, "not a finite|NaN|infinite"),
     ],

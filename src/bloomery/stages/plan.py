@@ -489,16 +489,15 @@ def next_command(
     changes = settings_that_fit(reports)
     if not changes and not (fits and wish.device is None and wish.memory_bytes is None):
         return []
+    if fits and wish.devices is not None:
+        changes = [*changes, *(f"{name}.num_processes={wish.devices}" for name in reports)]
     changed = {setting.partition("=")[0] for setting in changes}
     kept = [setting for setting in settings if setting.partition("=")[0] not in changed]
-    known = {setting.partition("=")[0] for setting in settings}
     program, verb, recipe = words
     command = [program, "run" if fits else verb, recipe, *kept, *changes, *runs]
-    if fits and wish.devices is not None:
-        command += [f"{name}.num_processes={wish.devices}" for name in reports if f"{name}.num_processes" not in known]
     if fits and facts["missing_sections"]:
         command += ["--until", facts["stages"][-1]["stage"]]
-    return [f"Next: {shlex.join([*command, *(wish.words() if changes else [])])}"]
+    return [f"Next: {shlex.join([*command, *([] if fits else wish.words())])}"]
 
 
 def lines(summary: Mapping[str, Any], reports: Mapping[str, PlanReport]) -> list[str]:

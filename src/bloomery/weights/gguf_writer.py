@@ -130,16 +130,22 @@ def write(
         writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in planned:
-            numbers = tensor.make().detach().to("cpu", torch.float32).contiguous().numpy()
-            with np.errstate(all="ignore"):
-                quantized = np.ascontiguousarray(package.quants.quantize(numbers, tensor.kind))
-            try:
-                writer.write_tensor_data(quantized)
-            except OSError as error:  # NumPy says how many numbers it has written, and no errno
-                raise error if error.errno else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-        writer.close()
+        try:
+            for tensor in planned:
+                _write_tensor(writer, tensor)
+        finally:
+            writer.close()
     return arch
+
+
+def _write_tensor(writer: package.GGUFWriter, tensor: _Planned) -> None:
+    numbers = tensor.make().detach().to("cpu", torch.float32).contiguous().numpy()
+    with np.errstate(all="ignore"):
+        quantized = np.ascontiguousarray(package.quants.quantize(numbers, tensor.kind))
+    try:
+        writer.write_tensor_data(quantized)
+    except OSError as error:  # NumPy says how many numbers it has written, and no errno
+        raise error if error.errno else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 # --- the shape -----------------------------------------------------------------------------------------------------
