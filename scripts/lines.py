@@ -10,19 +10,19 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
-    "(top)": 1_810,
-    "core": 4_010,
-    "hw": 6_000,
-    "data": 13_320,
+    "(top)": 1_785,
+    "core": 4_025,
+    "hw": 6_010,
+    "data": 13_340,
     "tokenizer": 3_320,
     "shards": 1_690,
     "model": 4_035,
-    "weights": 6_520,
-    "train": 11_020,
-    "generate": 2_060,
-    "evaluation": 4_760,
+    "weights": 6_575,
+    "train": 10_960,
+    "generate": 2_065,
+    "evaluation": 4_690,
     "serve": 3_930,
-    "stages": 6_290,
+    "stages": 6_400,
 }
 
 

@@ -16,6 +16,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.pipeline import Stage, StagePlan, seal
 from bloomery.core.records import content_hash
+from bloomery.data.chat.formats import Conversation
 from bloomery.data.readers.bytes import ReadError
 from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
@@ -415,3 +416,15 @@ def test_a_text_that_a_template_cannot_hold_is_a_rejected_row(monkeypatch: pytes
     assert isinstance(found, ReadError)
     assert found.reason == "not_in_the_template"
     assert "U+10FFFD" in found.what
+
+
+def test_tools_that_are_trained_as_text_are_warned_of_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    renderer = JinjaRenderer(small(), SHORTENS + "{% if tools %}{{ tools }}{% endif %}", {"eos_token": "<|end|>"})
+    for own, count in ((renderer, 1), (Renderer(small()), 0)):
+        with (tmp_path / "rejected.jsonl").open("w") as file:
+            sorter = instruct._ConversationSorter(build(Instruct, {"sources": [{"kind": "worlds"}]}), own, file, file)
+            for number in range(2):
+                said = Conversation(talk("Hi", "Yes."), "mine", str(number), "f:1", has_tools=True)
+                sorter.take(said)
+        printed = capsys.readouterr()
+        assert (printed.out + printed.err).count("conversations with tools are trained") == count

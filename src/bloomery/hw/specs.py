@@ -208,8 +208,8 @@ def _called(name: str) -> list[Entry]:
     """Those whose name stands in that of a driver, and is the longest that does."""
     matches = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
     longest = max((length for length, _ in matches), default=0)
-    found = [entry for length, entry in matches if length == longest]
-    return [entry for entry in found if not _is_variant(entry, name.lower())]
+    called = [entry for length, entry in matches if length == longest]
+    return [entry for entry in called if not _is_variant(entry, name.lower())]
 
 
 def _is_variant(entry: Entry, text: str) -> bool:

@@ -586,7 +586,7 @@ PRETRAIN = SimpleNamespace(
 )
 FINETUNE = SimpleNamespace(**{**_TRAINS, "VERSION": 3}, OWNS_LEFTOVERS=True, external_inputs=start_digest)
 PREFER = SimpleNamespace(**_TRAINS, external_inputs=preference_files)
-EVALUATE = SimpleNamespace(VERSION=4, external_inputs=task_files)
+EVALUATE = SimpleNamespace(VERSION=5, external_inputs=task_files)
 """What a plan asks of the four stages whose modules need torch, which takes seconds to import."""
 
 STAGES = (

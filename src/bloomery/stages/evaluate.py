@@ -199,7 +199,7 @@ def bits_per_byte(base: Loaded, shards: Path | None, config: Evaluate, device: d
     """Of the pretrained model and of the compressors, over the validation documents, by domain and together."""
     texts: dict[str, list[str]] = {}
     if shards is not None and read_manifest(shards)["config"].get("imported"):
-        shards = None  # token files of others, of which no text was held out
+        shards = None  # imported token files have no validation text
     for row in data_documents.read(shards / "held-out") if shards is not None else ():
         texts.setdefault(row["domain"], []).append(row["text"])
     domains = config.domains or tuple(sorted(texts))

@@ -37,12 +37,17 @@ from bloomery.shards import build, format
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct, start_digest
 from bloomery.tokenizer.chat_template import TEMPLATES, ChatRenderer, Rendered, Renderer, special_tokens
+from bloomery.tokenizer.jinja_template import JinjaRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-VERSION = 5
+VERSION = 6
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_TOKENS = 600
+TOOLS_AS_TEXT = (
+    "conversations with tools are trained with the tools and their calls as JSON text, and not in the form that the "
+    "model's own chat template has for them"
+)
 COUNTED = ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")
 """What is counted of a source."""
 
@@ -284,6 +289,7 @@ class _ConversationSorter:
     by_source: Counts = field(default_factory=lambda: Counts(*COUNTED))
     reasons: Counts = field(default_factory=Counts)
     """Of what was rejected, and of what was dropped."""
+    told_of_tools: bool = False
 
     def understood(self, items: Iterator[Conversation | RejectedRow]) -> Iterator[Conversation]:
         """The conversations among items; what is none is written down."""
@@ -312,6 +318,10 @@ class _ConversationSorter:
             )
             return
         rendered, until = fitted
+        if conversation.has_tools and not self.told_of_tools and isinstance(self.renderer, JinjaRenderer):
+            self.told_of_tools = True
+            if "tools" in self.renderer.source:
+                info(f"instruct: {TOOLS_AS_TEXT}", "yellow")
         # By the messages that are left: conversations cut to the same turns must be in the same split.
         left = "\n".join(message["content"] for message in conversation.messages[:until])
         split = "val" if is_held_out(conversation.group or left, self.config.val_fraction) else "train"

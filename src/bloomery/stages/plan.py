@@ -482,8 +482,9 @@ def next_command(
     facts: Mapping[str, Any],
 ) -> list[str]:
     """
-    The line with the next command, of the words and settings of this one: a run, up to where its sections lead and on
-    as many devices as were asked for, or a plan that fits; [] if none.
+    The line with the next command, of the words and settings of this one: a run, or a plan that fits; [] if none.
+
+    A run goes as far as its sections lead, on as many devices as were asked for.
     """
     fits = all(plan.choice.fits for plan in reports.values())
     changes = settings_that_fit(reports)

@@ -14,8 +14,8 @@ Saved again, it keeps them in the same files, and bloomery.json says so: its tem
 A recipe may ask for special tokens that the tokenizer of another model lacks. They get the token IDs after its own,
 and the model gets rows for them. A new row is what the model has for the closest thing it knows. In the embedding, the
 token that opens a document copies the row of the token that begins a text. In the head, the token that ends a document
-or a message copies the row of the token that ends a text. Others get the mean of all rows, and in the embedding noise
-besides, so that a model tells them apart.
+or a message copies the row of the token that ends a text. Others get the mean of all rows. In the embedding, noise is
+added to it, so that a model tells them apart.
 
 Weights go tensor by tensor from their file to where they compute, in the format that was asked for.
 """

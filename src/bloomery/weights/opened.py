@@ -346,8 +346,8 @@ def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Map
     may say which ids begin and end a text (bos_token_id, eos_token_id).
 
     LoRA trains none of these rows. So in the head, each token that ends a message has nearly the row of the token that
-    ends a text. In the embedding, any other new token gets a row of its own, as far from the mean as the rows of a
-    table usually are, so that a model tells them apart.
+    ends a text. In the embedding, any other new token gets a row of its own, so that a model tells them apart. It is as
+    far from the mean as the rows of a table usually are.
     """
     begin, end = (_first(facts.get(name)) for name in ("bos_token_id", "eos_token_id"))
     begin, end = (begin if begin is not None else end), (end if end is not None else begin)

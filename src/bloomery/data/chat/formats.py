@@ -42,6 +42,8 @@ class Conversation:
     location: str
     """File and line, or the number of what was generated."""
     license: str | None = None
+    has_tools: bool = False
+    """Whether tools or calls of them are in its texts as JSON."""
     group: str = ""
     """Conversations of one group go to the same split; a conversation with "" is a group of its own."""
 

@@ -480,5 +480,6 @@ def _item(file: _File, ending: str, row: ChatRow | None, messages: Messages | Re
         id=str(own) if isinstance(own, str | int) and own != "" else f"{source.name}/{file.name}{ending}",
         location=location,
         license=license if isinstance(license, str) else source.license,
+        has_tools=bool((row or {}).get("tools")),
         group=group,
     )
