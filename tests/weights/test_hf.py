@@ -27,7 +27,7 @@ from bloomery.stages import instruct
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer import importers
 from bloomery.tokenizer import train as tokenizer_train
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, special_tokens
+from bloomery.tokenizer.chat_template import Renderer, Template
 from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train_byte_level
@@ -625,44 +625,6 @@ def test_an_import_keeps_matrices_that_have_more_digits_than_the_embedding(tmp_p
     export.take_in(tmp_path / "in", tmp_path / "out")
     kept = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(kept[name], weight.float()) for name, weight in weights.items())
-
-
-def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(tmp_path: Path) -> None:
-    size = plain_tokenizer(tmp_path)
-    theirs = llama(tmp_path, size + 2)  # some models have rows that no id uses
-    found = hf.load(tmp_path, special=SPECIAL)
-    assert found.model.vocab_size == found.tokenizer.vocab_size == size + len(SPECIAL)
-    special = found.tokenizer.special
-    embed, head = found.model.embed.weight, found.model.head.weight
-    tables = theirs["model.embed_tokens.weight"], theirs["lm_head.weight"]
-    assert torch.equal(embed[:size], tables[0][:size])
-    assert torch.equal(head[:size], tables[1][:size])
-    assert torch.equal(embed[special[DOCUMENT]], tables[0][3])
-    assert torch.equal(embed[special[END]], tables[0][5])
-    assert torch.equal(head[special[DOCUMENT]], tables[1][5])
-    assert nearly(head[special[END]], tables[1][5])
-    torch.testing.assert_close(head[special["<|user|>"]], tables[1].mean(0))
-
-
-def nearly(row: torch.Tensor, other: torch.Tensor) -> bool:
-    """Alike, and yet to be told apart."""
-    return float(torch.cosine_similarity(row.detach(), other, dim=0)) > 0.9 and not torch.equal(row, other)
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_the_rows_of_new_tokens_differ_and_what_ends_a_message_ends_a_text(tmp_path: Path, template: str) -> None:
-    theirs = llama(tmp_path, plain_tokenizer(tmp_path))
-    asked = special_tokens(template)
-    found = hf.load(tmp_path, special=asked)
-    ids = {name: found.tokenizer.special_id(name) for name in asked}
-    embed, head = found.model.embed.weight, found.model.head.weight
-    assert nearly(head[ids[TEMPLATES[template].end]], theirs["lm_head.weight"][5])
-    others = [id for name, id in ids.items() if name not in (DOCUMENT, END, TEMPLATES[template].opening)]
-    assert len(torch.unique(embed[others], dim=0)) == len(others)
-    again = hf.load(tmp_path, special=asked)
-    assert torch.equal(again.model.embed.weight, embed)
-    table = theirs["model.embed_tokens.weight"]
-    assert bool(((embed[others] - table.mean(0)).norm(dim=1) > table.std(0).norm() / 3).all())
 
 
 @pytest.mark.parametrize("none", [True, -1, 2.5, "x", {}, [], [True]])
