@@ -13,16 +13,16 @@ BUDGET = {
     "(top)": 1_785,
     "core": 4_025,
     "hw": 6_010,
-    "data": 13_340,
-    "tokenizer": 3_320,
+    "data": 13_430,
+    "tokenizer": 3_380,
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_575,
     "train": 10_960,
     "generate": 2_065,
     "evaluation": 4_690,
-    "serve": 3_930,
-    "stages": 6_400,
+    "serve": 3_920,
+    "stages": 6_430,
 }
 
 

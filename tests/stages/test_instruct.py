@@ -16,7 +16,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.pipeline import Stage, StagePlan, seal
 from bloomery.core.records import content_hash
-from bloomery.data.chat.formats import Conversation
+from bloomery.data.chat import readers
 from bloomery.data.readers.bytes import ReadError
 from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
@@ -418,13 +418,59 @@ def test_a_text_that_a_template_cannot_hold_is_a_rejected_row(monkeypatch: pytes
     assert "U+10FFFD" in found.what
 
 
-def test_tools_that_are_trained_as_text_are_warned_of_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    renderer = JinjaRenderer(small(), SHORTENS + "{% if tools %}{{ tools }}{% endif %}", {"eos_token": "<|end|>"})
-    for own, count in ((renderer, 1), (Renderer(small()), 0)):
-        with (tmp_path / "rejected.jsonl").open("w") as file:
-            sorter = instruct._ConversationSorter(build(Instruct, {"sources": [{"kind": "worlds"}]}), own, file, file)
-            for number in range(2):
-                said = Conversation(talk("Hi", "Yes."), "mine", str(number), "f:1", has_tools=True)
-                sorter.take(said)
+TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
+    "<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}[call]{{ call.function | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    {"role": "tool", "content": "3", "tool_call_id": "x"},
+    {"role": "assistant", "content": "It is 3."},
+]
+
+
+def sorted_by(renderer: JinjaRenderer | Renderer, row: dict[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+    """Of the only conversation of a row: the whole text, and what of it is in the loss."""
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    config = build(
+        Instruct, {"sources": [{"kind": "files", "name": "mine", "path": str(file)}], "sequence_length": 400}
+    )
+    with (folder / "rejected.jsonl").open("w") as rejected:
+        sorter = instruct._ConversationSorter(config, renderer, rejected, rejected)
+        for one in sorter.understood(readers.conversations(config.read)):
+            sorter.take(one)
+    kept = [one for some in sorter.kept.values() for one in some]
+    decode = renderer.tokenizer.decode
+    texts = [decode(one.ids.tolist()) for one in kept], [decode(one.ids[one.mask > 0].tolist()) for one in kept]
+    return [text.replace("<|end|>", "") for text in texts[0]], [text.replace("<|end|>", "") for text in texts[1]]
+
+
+def test_tools_are_trained_in_the_form_of_the_template_with_their_calls_in_the_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renderer = JinjaRenderer(small(), TOOLS, {"eos_token": "<|end|>"})
+    for tools in ([TOOL], [TOOL["function"]], json.dumps([TOOL]), [{**TOOL, "extra": None}]):
+        whole, learned = sorted_by(renderer, {"messages": CALLED, "tools": tools}, tmp_path)
+        assert whole[0].startswith('{"type": "function", "function": {"name": "add"')
+        assert learned == ['[call]{"name": "add", "arguments": {"a": 1}}It is 3.']
+    silent = [*CALLED[:3], {**CALLED[3], "train": False}]
+    assert sorted_by(renderer, {"messages": silent, "tools": [TOOL]}, tmp_path)[1] == [learned[0][: -len("It is 3.")]]
+    silent = [CALLED[0], {**CALLED[1], "train": False}, *CALLED[2:]]
+    assert sorted_by(renderer, {"messages": silent, "tools": [TOOL]}, tmp_path)[1] == ["It is 3."]
+    assert "as JSON text" not in capsys.readouterr().err
+
+
+def test_tools_that_are_trained_as_text_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"messages": CALLED, "tools": [TOOL]}
+    for renderer, warns in (
+        (JinjaRenderer(small(), SHORTENS, {"eos_token": "<|end|>"}), True),
+        (Renderer(small()), False),
+    ):
+        (learned,) = sorted_by(renderer, row, tmp_path)[1]
+        assert '{"name": "add", "arguments": {"a": 1}}' in learned or warns
         printed = capsys.readouterr()
-        assert (printed.out + printed.err).count("conversations with tools are trained") == count
+        assert ("has no form for tools" in printed.out + printed.err) == warns

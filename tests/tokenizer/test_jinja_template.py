@@ -562,3 +562,27 @@ def test_answers_whose_end_is_not_learned_are_warned_of_once(answer: str, capsys
         assert any(ours.render(talk).mask)
     said = capsys.readouterr()
     assert (said.out + said.err).count("no token that ends an answer is in the loss") == 1
+
+
+@pytest.mark.parametrize("content", ["", "I add them."])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_calls_of_tools_are_written_as_transformers_writes_them_and_are_in_the_loss(content: str, calls: int) -> None:
+    ours, theirs = pair("qwen25").ours, pair("qwen25").theirs
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "é <|im_end|>", "b": [1, 2.5]}}}
+    asked: list[Any] = [{"role": "user", "content": "Add 1 and 2."}]
+    called = {"role": "assistant", "content": content, "tool_calls": [call] * calls}
+    whole = [*asked, called, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}, *asked]
+    plain: list[Any] = json.loads(json.dumps(whole).replace(" <|im_end|>", ""))
+    expected = theirs.apply_chat_template(plain, tools=TOOLS, tokenize=True, return_dict=False)
+    assert ours.render(plain, tools=TOOLS).ids == expected
+    prompt = ours.prompt(plain[:1], tools=TOOLS)
+    assert prompt == expected[: len(prompt)]
+    rendered = ours.render(whole, tools=TOOLS)
+    learned = theirs.decode([id for id, mask in zip(rendered.ids, rendered.mask, strict=True) if mask])
+    said = f"{content}\n" if content else ""
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": "é <|im_end|>", "b": [1, 2.5]}}\n</tool_call>'
+    assert learned == f"{said}{chr(10).join([written] * calls)}<|im_end|>It is 3.<|im_end|>"
+    ends = [id for id, mask in zip(rendered.ids, rendered.mask, strict=True) if mask and id in ours.end_ids]
+    assert len(ends) == 2, "an argument spells no special token"
+    assert ours.writes_tools
+    assert not pair("smollm2").ours.writes_tools

@@ -32,7 +32,7 @@ from jaxtyping import Bool
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import Message, ToolMessage
 from bloomery.core.errors import DataError, shorten
-from bloomery.tokenizer.jinja_template import JinjaRenderer
+from bloomery.tokenizer.jinja_template import PROBE_CALL, PROBE_KEY, PROBE_NAME, PROBE_TOOL, JinjaRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 import torch
@@ -345,17 +345,6 @@ class FormConstraint:
 
 # --- tools ---------------------------------------------------------------------------------------------------------
 
-_PROBE_NAME, _PROBE_KEY = "bloomery_probe", "bloomery_key"
-_PROBE_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _PROBE_NAME,
-        "description": "Probe.",
-        "parameters": {"type": "object", "properties": {_PROBE_KEY: {"type": "integer"}}, "required": [_PROBE_KEY]},
-    },
-}
-_PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: 1}}}
-
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -383,18 +372,18 @@ class ToolFormat:
         if not isinstance(renderer, JinjaRenderer):
             return None
         asked: list[Message] = [{"role": "user", "content": "Hi."}]
-        called: ToolMessage = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+        called: ToolMessage = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
         try:
-            before = renderer.written(asked, asks=True, tools=[_PROBE_TOOL])
-            after = renderer.written([*asked, called], tools=[_PROBE_TOOL])
+            before = renderer.written(asked, asks=True, tools=[PROBE_TOOL])
+            after = renderer.written([*asked, called], tools=[PROBE_TOOL])
         except DataError:  # the template refuses tools, or calls
             return None
-        if _PROBE_NAME not in before:
+        if PROBE_NAME not in before:
             return None
         same = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
         for value, begin, end in _objects(after[same:]):
-            keys = [key for key, inner in value.items() if inner == {_PROBE_KEY: 1}]
-            if value.get("name") == _PROBE_NAME and keys:
+            keys = [key for key, inner in value.items() if inner == {PROBE_KEY: 1}]
+            if value.get("name") == PROBE_NAME and keys:
                 rest = after[same + end :]
                 ends = [rest.find(name) for name in renderer.end_names if name in rest]
                 return cls(after[same : same + begin], keys[0], rest[: min(ends)] if ends else rest.rstrip())

@@ -9,9 +9,10 @@ import hashlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -45,8 +46,8 @@ VERSION = 6
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_TOKENS = 600
 TOOLS_AS_TEXT = (
-    "conversations with tools are trained with the tools and their calls as JSON text, and not in the form that the "
-    "model's own chat template has for them"
+    "the model's chat template has no form for tools and their calls, so conversations with tools are trained with "
+    "both as JSON text"
 )
 COUNTED = ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")
 """What is counted of a source."""
@@ -306,7 +307,15 @@ class _ConversationSorter:
             return
         source = next((source for source in self.config.read if source.name == conversation.source), None)
         limit = source.max_turns if source else None
-        fitted = fit(self.renderer, conversation.messages, self.config.sequence_length, limit)
+        use, messages = conversation.tool_use, conversation.messages
+        tools: list[dict[str, Any]] | None = None
+        if use is not None and isinstance(self.renderer, JinjaRenderer):
+            if self.renderer.writes_tools:
+                messages, tools = use.messages, use.tools
+            elif not self.told_of_tools:
+                self.told_of_tools = True
+                info(f"instruct: {TOOLS_AS_TEXT}", "yellow")
+        fitted = fit(self.renderer, messages, self.config.sequence_length, limit, tools=tools)
         if isinstance(fitted, ReadError):
             self._reject(
                 RejectedRow(
@@ -318,17 +327,11 @@ class _ConversationSorter:
             )
             return
         rendered, until = fitted
-        if conversation.has_tools and not self.told_of_tools and isinstance(self.renderer, JinjaRenderer):
-            self.told_of_tools = True
-            if "tools" in self.renderer.source:
-                info(f"instruct: {TOOLS_AS_TEXT}", "yellow")
         # By the messages that are left: conversations cut to the same turns must be in the same split.
-        left = "\n".join(message["content"] for message in conversation.messages[:until])
+        left = "\n".join(message["content"] for message in messages[:until])
         split = "val" if is_held_out(conversation.group or left, self.config.val_fraction) else "train"
         kept = TrainingConversation.of(conversation, rendered)
-        self.by_source.add(
-            conversation.source, {"conversations": 1, "cut_at_a_turn": until < len(conversation.messages)}
-        )
+        self.by_source.add(conversation.source, {"conversations": 1, "cut_at_a_turn": until < len(messages)})
         self.kept[split] += [kept] * (source.repeat if source and split == "train" else 1)
 
     def counts(self) -> dict[str, Any]:
@@ -377,17 +380,29 @@ def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
 
 
 def fit(
-    renderer: ChatRenderer, messages: Sequence[Message], sequence_length: int, max_turns: int | None = None
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    sequence_length: int,
+    max_turns: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> tuple[Rendered, int] | ReadError:
-    """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
-    if what := renderer.trouble(messages):
+    """
+    The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many. `tools`
+    are for a template that writes them.
+    """
+    if tools is not None and isinstance(renderer, JinjaRenderer):
+        write: Callable[[list[Message]], Rendered] = partial(renderer.render, tools=tools)
+        what = renderer.trouble(messages, tools=tools)
+    else:
+        what, write = renderer.trouble(messages), renderer.render
+    if what:
         return ReadError("not_in_the_template", 0, what)
     answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_turns]
     if not answers:
         return ReadError("nothing_to_learn", 0, "it has no assistant message")
     longest: tuple[Rendered, int] | None = None
     try:
-        longest = _longest(renderer, messages, answers, sequence_length)
+        longest = _longest(write, messages, answers, sequence_length, is_own=not isinstance(renderer, Renderer))
     except DataError as error:  # of a text that this template cannot hold
         return ReadError("not_in_the_template", 0, f"{error.where}: {error.what}")
     if longest is None:
@@ -398,21 +413,29 @@ def fit(
 
 
 def _longest(
-    renderer: ChatRenderer, messages: Sequence[Message], answers: Sequence[int], sequence_length: int
+    write: Callable[[list[Message]], Rendered],
+    messages: Sequence[Message],
+    answers: Sequence[int],
+    sequence_length: int,
+    *,
+    is_own: bool,
 ) -> tuple[Rendered, int] | None:
-    """The longest beginning that fits and ends at one of `answers`, with its number of messages. Raises DataError."""
+    """
+    The longest beginning that fits and ends at one of `answers`, with its number of messages. A model's own template
+    may write earlier turns shorter, next to later ones. Raises DataError.
+    """
     fitting, too_long, tried = 0, len(answers) + 1, len(answers)
     best: Rendered | None = None
     while fitting + 1 < too_long:
-        rendered = renderer.render(list(messages[: answers[tried - 1]]))
+        rendered = write(list(messages[: answers[tried - 1]]))
         if len(rendered.ids) <= sequence_length:
             fitting, best = tried, rendered
         else:
             too_long = tried
         tried = (fitting + too_long) // 2
-    if not isinstance(renderer, Renderer):  # a model's own template may write earlier turns shorter, next to later ones
+    if is_own:
         for number in range(len(answers) - 1, fitting, -1):
-            rendered = renderer.render(list(messages[: answers[number - 1]]))
+            rendered = write(list(messages[: answers[number - 1]]))
             if len(rendered.ids) <= sequence_length:
                 return rendered, answers[number - 1]
     return None if best is None else (best, answers[fitting - 1])

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from bloomery.core.chat import REASONING, Message, check_messages
+from bloomery.core.chat import REASONING, Message, ToolMessage, check_messages
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import info
@@ -48,6 +48,19 @@ TOOL_KEYS = ("tool_calls", "tool_call_id", "name")
 """Of a ToolMessage, next to role and content."""
 PROBE: tuple[Message, Message] = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
 """A conversation that every template can write."""
+
+
+PROBE_NAME, PROBE_KEY = "bloomery_probe", "bloomery_key"
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {PROBE_KEY: {"type": "integer"}}, "required": [PROBE_KEY]},
+    },
+}
+PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": PROBE_NAME, "arguments": {PROBE_KEY: 1}}}
+"""A tool and a call of it."""
 
 
 class JinjaRenderer:
@@ -83,12 +96,14 @@ class JinjaRenderer:
         """
         check_messages(messages)
         text = self._text(messages, variables)
-        spans = generated(text) if self._has_generation else self._answers(text, messages, warns=True)
+        spans: Iterable[tuple[int, int, int | None]] = [(*span, None) for span in generated(text)]
+        if not self._has_generation:
+            spans = self._answers(text, messages, variables, warns=True)
         ids, where = self._encoded(text)
         mask = [0] * len(text)
         silent = {FIRST + number for number, message in enumerate(messages) if not message.get("train", True)}
-        for begin, end in spans:
-            origins = origins_of(text[begin:end])
+        for begin, end, number in spans:
+            origins = origins_of(text[begin:end]) if number is None else {FIRST + number}
             # next to messages that are not in the loss, a span counts only if it is known whose it is
             learned = not silent or (origins.isdisjoint(silent) and max(origins) >= FIRST)
             mask[begin:end] = [int(learned)] * (end - begin)
@@ -130,11 +145,11 @@ class JinjaRenderer:
         """The content of an answer from its token IDs, with or without the end token."""
         return self.tokenizer.decode(ids).removeprefix(self.lead)
 
-    def trouble(self, messages: Sequence[Message]) -> str:
+    def trouble(self, messages: Sequence[Message], **variables: Any) -> str:
         """Why a conversation cannot be written in this template, or ""."""
         try:
-            text = self._text(messages, {})
-            self._answers(text, [] if self._has_generation else messages)
+            text = self._text(messages, variables)
+            self._answers(text, [] if self._has_generation else messages, variables)
         except DataError as error:
             return error.what if error.where == "messages" else f"{error.where}: {error.what}"
         return ""
@@ -201,12 +216,19 @@ class JinjaRenderer:
         after = [id for id, (left, _) in zip(ids, where, strict=True) if left >= end and id in self._special]
         return str.__str__(str(lead)), "" if header == asked else str.__str__(header), frozenset(after[:1])
 
-    def _answers(self, text: OriginText, messages: Sequence[Message], *, warns: bool = False) -> list[tuple[int, int]]:
-        """Where each answer stands in the text: its lead, its content, and what ends it."""
-        spans = []
+    def _answers(
+        self, text: OriginText, messages: Sequence[Message], variables: Mapping[str, Any], *, warns: bool = False
+    ) -> list[tuple[int, int, int | None]]:
+        """
+        Where each answer stands in the text: its lead, its content, and what ends it; and the number of its message.
+        """
+        spans: list[tuple[int, int, int | None]] = []
         ends = sorted((self._special[id] for id in self.end_ids if id in self._special), key=len, reverse=True)
         ending = re.compile(r"\s*(?:" + "|".join(map(re.escape, ends)) + ")") if ends else None
         for number, message in enumerate(messages):
+            if message["role"] == "assistant" and message.get("tool_calls"):
+                spans.append((*self._call(text, messages, number, variables, ending), number))
+                continue
             content = message["content"].strip()
             if message["role"] != "assistant" or not (content or "reasoning" in message):
                 continue
@@ -227,8 +249,37 @@ class JinjaRenderer:
             after = ending.match(text, end) if ending else None
             if after and origins_of(text[end : after.end()]) == {STRUCTURE}:
                 end = after.end()
-            spans.append((begin, end))
+            spans.append((begin, end, number))
         return spans
+
+    def _call(
+        self,
+        text: OriginText,
+        messages: Sequence[Message],
+        number: int,
+        variables: Mapping[str, Any],
+        ending: re.Pattern[str] | None,
+    ) -> tuple[int, int]:
+        """
+        Where an answer stands that calls tools: from where its prompt ends. Raises DataError for a template that writes
+        it in another way than its prompt promises.
+        """
+        asked = self._text(messages[:number], variables, add_generation_prompt=True)
+        until = self._text(messages[: number + 1], variables)
+        if not (text.startswith(asked) and text.startswith(until) and len(asked) < len(until)):
+            what = "the chat template does not write this call of a tool where the assistant is to speak"
+            raise DataError(what, where=f"message {number + 1}", hint="Remove this conversation.")
+        ends = ending.finditer(text, len(asked), len(until)) if ending else ()
+        after = next((one.end() for one in ends if origins_of(text[one.start() : one.end()]) == {STRUCTURE}), None)
+        return len(asked), len(until) if after is None else after
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes tools and calls of them."""
+        with suppress(DataError):  # one that refuses tools
+            called: ToolMessage = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+            return self.written([PROBE[0], called], tools=[PROBE_TOOL]).count(PROBE_NAME) > 1
+        return False
 
     @cached_property
     def _special(self) -> dict[int, str]:

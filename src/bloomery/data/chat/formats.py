@@ -23,13 +23,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from bloomery.core.chat import REASONING, Message, Role, bad_character
+from bloomery.core.chat import REASONING, Message, Role, ToolMessage, bad_character
 from bloomery.core.errors import shorten
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
 
 Messages = list[Message]
 """What stands in a row, once it was understood."""
+
+
+class ToolUse(NamedTuple):
+    """A conversation with its tools as JSON data, for chat templates that write them."""
+
+    messages: Messages
+    """Those of assistants may have calls of tools (ToolMessage)."""
+    tools: list[dict[str, Any]]
+    """In OpenAI's form: {"type": "function", "function": {…}}."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,8 @@ class Conversation:
     location: str
     """File and line, or the number of what was generated."""
     license: str | None = None
-    has_tools: bool = False
-    """Whether tools or calls of them are in its texts as JSON."""
+    tool_use: ToolUse | None = None
+    """The same with tools as data, where it has any. In `messages`, tools and their calls are text."""
     group: str = ""
     """Conversations of one group go to the same split; a conversation with "" is a group of its own."""
 
@@ -463,6 +472,65 @@ def talk(row: ChatRow, fields: Fields) -> Messages | ReadError:
         return text
     parsed = parse_dialogue(text, fields.speakers)
     return parsed if isinstance(parsed, ReadError) else _opened(row, fields, parsed)
+
+
+def with_tools(shape: ChatFormat, row: ChatRow, fields: Fields) -> ToolUse | None:
+    """A row that was read, with its tools as data. None for one without tools, or whose tools are no such data."""
+    listed = _list(row, fields) if shape == "messages" else []
+    elements = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    calls = [_calls_as_data(element.get("tool_calls")) for element in elements]
+    tools = [_function(tool) for tool in _objects(row.get("tools"))]
+    spoken = READ[shape]({**row, "tools": None}, fields) if any(calls) or tools else None
+    if not isinstance(spoken, list) or None in calls:
+        return None
+    first = len(spoken) - len(elements)  # 1 where other fields open the conversation
+    for number, (element, own) in enumerate(zip(elements, calls, strict=True), first):
+        message: dict[str, Any] = {**spoken[number]}
+        if own:
+            content = joined(element.get("content"))
+            message |= {"content": content if isinstance(content, str) else "", "tool_calls": own}
+        elif message["role"] == "tool":
+            message |= {key: element[key] for key in ("tool_call_id", "name") if isinstance(element.get(key), str)}
+        spoken[number] = ToolMessage(**message)  # type: ignore[typeddict-item]
+    return ToolUse(spoken, tools)
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    """Objects of a list, of one alone, or of either as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):  # then the tools stay the text that they are
+            return []
+    several = value if isinstance(value, list | tuple) else [value]
+    objects = [one for item in several for one in (_objects(item) if isinstance(item, str) else [item])]
+    return objects if all(isinstance(one, Mapping) for one in objects) else []
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form. Keys that tables fill with nothing are left out."""
+    inner = tool.get("function")
+    return {"type": "function", "function": _filled(inner if isinstance(inner, Mapping) else tool)}
+
+
+def _calls_as_data(calls: Any) -> list[dict[str, Any]] | None:
+    """The calls of a message; None where one of them has no name."""
+    data = []
+    for call in _objects(calls) if calls else ():
+        named = call.get("function") or call
+        if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+            return None
+        function = {"name": named["name"], "arguments": _filled(_arguments(named.get("arguments")) or {})}
+        own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        data.append({**own, "type": "function", "function": function})
+    return data
+
+
+def _filled(value: Any) -> Any:
+    """A value without the keys that hold nothing."""
+    if isinstance(value, Mapping):
+        return {str(key): _filled(one) for key, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 READ: dict[ChatFormat, Callable[[ChatRow, Fields], Messages | ReadError]] = {

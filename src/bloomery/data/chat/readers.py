@@ -24,7 +24,17 @@ from bloomery.core.errors import DataError
 from bloomery.core.extras import for_files, pa, pq
 from bloomery.data.chat import formats
 from bloomery.data.chat.filters import ChatFilter
-from bloomery.data.chat.formats import LISTS, ChatFormat, ChatRow, Conversation, Fields, Messages, RejectedRow, not_text
+from bloomery.data.chat.formats import (
+    LISTS,
+    ChatFormat,
+    ChatRow,
+    Conversation,
+    Fields,
+    Messages,
+    RejectedRow,
+    ToolUse,
+    not_text,
+)
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
@@ -440,7 +450,11 @@ def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]]) -> It
                 nodes.append((len(places), row))
                 places.append(ending)
         else:
-            yield _item(file, ending, row, _read(own, row, source))
+            messages = _read(own, row, source)
+            use = (
+                formats.with_tools(own, row, source.fields) if own is not None and isinstance(messages, list) else None
+            )
+            yield _item(file, ending, row, messages, tool_use=use)
     for way in formats.paths(nodes):
         if isinstance(way, formats.Path):
             row = {"id": way.id}
@@ -464,7 +478,14 @@ def _read(shape: ChatFormat | None, row: ChatRow, source: Shaped) -> Messages | 
     return messages
 
 
-def _item(file: _File, ending: str, row: ChatRow | None, messages: Messages | ReadError, group: str = "") -> ChatItem:
+def _item(
+    file: _File,
+    ending: str,
+    row: ChatRow | None,
+    messages: Messages | ReadError,
+    group: str = "",
+    tool_use: ToolUse | None = None,
+) -> ChatItem:
     location, source = f"{file.where}{ending}", file.source
     if isinstance(messages, list) and not any(message["role"] == "assistant" for message in messages):
         messages = ReadError("nothing_to_learn", 0, "it has no assistant message")
@@ -480,6 +501,6 @@ def _item(file: _File, ending: str, row: ChatRow | None, messages: Messages | Re
         id=str(own) if isinstance(own, str | int) and own != "" else f"{source.name}/{file.name}{ending}",
         location=location,
         license=license if isinstance(license, str) else source.license,
-        has_tools=bool((row or {}).get("tools")),
+        tool_use=tool_use,
         group=group,
     )
