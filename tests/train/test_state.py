@@ -45,6 +45,17 @@ def test_a_loss_far_below_the_others_is_no_trouble() -> None:
     assert not SpikeGuard(window=4).trouble(past([3.0, 3.1, 3.0, 2.9]), 0.1, 0.1)
 
 
+def test_a_batch_with_few_tokens_in_its_loss_may_have_a_larger_norm() -> None:
+    """The gradient of a mean over n tokens falls with the root of n."""
+    guard, seen = SpikeGuard(window=64), SpikeStats()
+    for number in range(64):
+        share = 0.5 + 0.1 * math.sin(number)
+        guard.accept(seen, 1.0, (1 + 0.05 * math.cos(number)) / math.sqrt(share), share)
+    assert not guard.trouble(seen, 1.0, 1 / math.sqrt(0.01), 0.01)
+    assert guard.trouble(seen, 1.0, 1 / math.sqrt(0.01), 0.5).startswith("the gradient norm is 10, ")
+    assert guard.trouble(seen, 1.0, 3 / math.sqrt(0.01), 0.01).startswith("the gradient norm is 30, ")
+
+
 def test_norms_that_vary_by_factors_are_no_trouble() -> None:
     usual = [0.5 * 1.4 ** (n % 5 - 2) for n in range(128)]
     assert not SpikeGuard().trouble(past(usual), 0.5, 3.0)

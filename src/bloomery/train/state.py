@@ -136,9 +136,16 @@ class SpikeGuard:
     max_skipped_steps: int = 3
     tell: Callable[[SkippedStep], None] = _tell_nobody
 
-    def trouble(self, past: SpikeStats, loss: float, norm: float) -> str:
-        """Why an update with this loss and gradient norm must not be made, or ""."""
-        for name, value, known in (("loss", loss, past.losses), ("gradient norm", norm, past.norms)):
+    def trouble(self, past: SpikeStats, loss: float, norm: float, share: float = 1.0) -> str:
+        """
+        Why an update with this loss and gradient norm must not be made, or "". `share` of the batch's tokens are in the
+        loss: a mean over fewer tokens has a larger gradient, by about the root of their number.
+        """
+        root = math.sqrt(share)
+        for name, value, known, scale in (
+            ("loss", loss, past.losses, 1.0),
+            ("gradient norm", norm * root, past.norms, root),
+        ):
             if not math.isfinite(value):
                 return f"the {name} is {value}"
             if len(known) < self.window:
@@ -148,13 +155,14 @@ class SpikeGuard:
             deviation = math.sqrt(math.fsum([(one - mean) ** 2 for one in logs]) / len(logs))
             above = (_log(value) - mean) / max(deviation, SMALLEST_DEVIATION)
             if above > self.sigma:
-                return f"the {name} is {value:.4g}, {above:.1f} deviations (of logarithms) above {math.exp(mean):.4g}"
+                usual = math.exp(mean) / scale
+                return f"the {name} is {value / scale:.4g}, {above:.1f} deviations (of logarithms) above {usual:.4g}"
         return ""
 
-    def accept(self, past: SpikeStats, loss: float, norm: float) -> None:
+    def accept(self, past: SpikeStats, loss: float, norm: float, share: float = 1.0) -> None:
         """Remember a step whose update was made."""
         past.in_a_row = 0
-        for known, value in ((past.losses, loss), (past.norms, norm)):
+        for known, value in ((past.losses, loss), (past.norms, norm * math.sqrt(share))):
             known.append(value)
             del known[: -self.window]
 

@@ -414,7 +414,8 @@ class Trainer:
         state.metrics = {"learning_rate": lr, "tokens": grads.num_tokens}
         norm = float(grads.norm)
         watched = grads.loss if self.loss_function.positive or not math.isfinite(grads.loss) else 1.0
-        if reason := self.guard.trouble(state.guard, watched, norm):
+        share = grads.num_tokens / batch.ids.size
+        if reason := self.guard.trouble(state.guard, watched, norm, share):
             reason += self._culprits(grads)
             self._skip(SkippedStep(state.step, reason, grads.loss, norm, batch.samples.tolist()))
         elif grads.num_tokens:
@@ -423,7 +424,7 @@ class Trainer:
             self.optimizers.step(clipping(self.max_grad_norm, grads.norm), state.step)
             if self.norms:
                 self.norms.after_update()
-            self.guard.accept(state.guard, watched, norm)
+            self.guard.accept(state.guard, watched, norm, share)
             state.tokens += grads.num_tokens
             state.metrics |= {"loss": grads.loss, "gradient_norm": norm, **grads.metrics, **self.precision.metrics()}
         self.optimizers.zero_grad()
