@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_575,
-    "train": 10_960,
+    "train": 10_970,
     "generate": 2_065,
     "evaluation": 4_690,
     "serve": 3_920,
