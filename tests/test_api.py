@@ -380,6 +380,11 @@ def test_what_is_no_list_of_documents_is_an_error_with_its_place_and_its_fix(doc
         bloomery.decontaminate(documents, [WATER])
 
 
+def test_texts_are_looked_for_whatever_fields_are_named_of_files() -> None:
+    dropped = bloomery.decontaminate([f"A page. {WATER}", LAMP], [WATER], {"fields": ["question"]}).dropped
+    assert [one.index for one in dropped] == [0]
+
+
 def test_decontaminate_needs_something_to_look_for_and_says_what_it_does_not_take() -> None:
     with pytest.raises(ConfigError, match="there is no text to look for\nPass texts, files or tasks"):
         bloomery.decontaminate([LAMP])

@@ -15,6 +15,12 @@ def test_the_text_of_a_page_keeps_paragraphs_and_leaves_out_what_stands_around_t
     assert "x=1" not in whole
 
 
+@pytest.mark.parametrize("head", ["<title/>", '<script src="a.js"/>', "<style type='text/css' />"])
+def test_elements_that_xml_closes_at_once_hold_nothing_of_the_page(head: str) -> None:
+    page = f'<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml">{head}<body><p>It is here.</p>'
+    assert "It is here." in str(web.plain_text(page + "</body></html>", main_content=False))
+
+
 def test_a_page_nested_a_hundred_thousand_deep_is_a_problem_and_many_open_paragraphs_are_not() -> None:
     found = web.plain_text("<div>" * 100_000 + "deep", main_content=True)
     assert isinstance(found, ReadError)

@@ -150,3 +150,22 @@ def test_a_text_that_stands_in_many_rows_and_one_without_its_inner_marks_are_fou
         "nothing of the kind stands here at all",
     ]
     assert {match.text for match in index.find(texts)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"sentence": "The cup fell as the _ was wet.", "option1": "table", "option2": "cat", "answer": "1"},
+         "Look: the cup fell as the table was wet. And more."),
+        ({"question": "Planets orbit", "choices": {"text": ["a moon", "a star"]}, "answerKey": "B"},
+         "We know: planets orbit a star. And more."),
+        ({"question_stem": "What do all planets orbit?"}, "Well, what do all planets orbit? A star."),
+        ({"article": "Once a very small cat sat on a mat."}, "So: once a very small cat sat on a mat. And more."),
+    ],
+    ids=["winogrande", "arc", "openbookqa", "race"],
+)  # fmt: skip
+def test_rows_as_the_hub_has_them_are_found(tmp_path: Path, row: dict[str, object], text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    index = OverlapIndex.of(OverlapSettings(files=(tmp_path / "rows.jsonl",), min_question_words=3))
+    assert list(index.find([text]))
+    assert not list(index.find(["A text of other words, which stands in no row."]))

@@ -32,6 +32,13 @@ RECORDS = [
     record("conversion", 14, b"x" * 2_000_000),
     record("conversion", 15, b"the last one"),
 ]
+HEADLESS = zlib.compress(PAGE, wbits=-15)
+MORE = {
+    "a stream without a header": (HEADLESS, "Content-Encoding: deflate\r\n", PAGE),
+    "an encoding next to none": (gzip.compress(PAGE), "Content-Encoding: gzip, identity\r\n", PAGE),
+    "a charset as encoding": (PAGE, "Content-Encoding: UTF-8\r\n", PAGE),
+    "a line that begins as a size": (b"Dear reader,\r\nhi", "Transfer-Encoding: chunked\r\n", b"Dear reader,\r\nhi"),
+}
 FOUND: list[tuple[int, bytes | str]] = [
     (2, PAGE),
     (4, "http_status"),
@@ -91,6 +98,13 @@ def test_a_page_whose_content_is_cut_anywhere_is_torn_and_the_next_page_is_read(
     path.write_bytes(answer(1, packed, more=more))
     assert read(path, len(PAGE)) == [(1, PAGE)]
     assert read(path, len(PAGE) - 1) == [(1, "too_long")]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_header_that_is_not_quite_true_loses_no_page(tmp_path: Path, name: str) -> None:
+    body, more, content = MORE[name]
+    (tmp_path / "a.warc").write_bytes(answer(1, body, more=more) + RECORDS[1])
+    assert read(tmp_path / "a.warc") == [(1, content), (2, PAGE)]
 
 
 def test_all_members_of_gzip_are_one_page_within_one_limit(tmp_path: Path) -> None:

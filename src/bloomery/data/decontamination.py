@@ -56,7 +56,7 @@ from bloomery.data.readers.rows import ReadError
 
 TEXT_FIELDS = (
     *("query", "question", "ctx", "context", "prompt", "text", "passage", "premise", "sentence", "story"),
-    *("input", "instruction", "problem", "goal", "context_options"),
+    *("input", "instruction", "problem", "goal", "question_stem", "article", "context_options"),
 )
 """
 Fields that are looked at where a recipe names none, in whatever case. The last holds several texts, of which each is
@@ -66,6 +66,8 @@ one.
 CHOICES, ANSWERS = ("choices", "endings", "options", "answer_choices"), ("gold", "label", "answer", "answerKey")
 LETTERS = "abcdefghij"
 """Fields of the choices of tasks that have one for each: A, B, C, D."""
+FILLINGS = ("option1", "option2")
+"""Fields of what may stand in the gap "_" of a sentence, as in WinoGrande."""
 ENDINGS = ("continuation", "ending", "completion")
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 LONG_WORDS = 40
@@ -142,13 +144,17 @@ def _texts(row: Mapping[str, Any], fields: Sequence[str]) -> Iterator[str]:
     row = {name.lower(): value for name, value in row.items()} | dict(row)
     ending = next((row[name] for name in ENDINGS if isinstance(row.get(name), str)), "")
     lettered = takewhile(lambda option: isinstance(option, str | int | float), map(row.get, LETTERS))
-    choices: list[Any] = next((row[name] for name in CHOICES if isinstance(row.get(name), list)), list(lettered))
+    listed = (value.get("text") if isinstance(value := row.get(name), Mapping) else value for name in CHOICES)
+    choices: list[Any] = next((value for value in listed if isinstance(value, list)), list(lettered))
+    fillings = [row[name] for name in FILLINGS if isinstance(row.get(name), str)]
     named = [str(choice) for choice in choices]
     right = _right(row, named)
     texts = []
     for field in fields:
         value = row.get(field)
         texts += [value] if isinstance(value, str) else []
+        if isinstance(value, str) and value.count("_") == 1:
+            texts += [value.replace("_", filling) for filling in fillings]
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
             texts += value
             shared = _common_start(value)

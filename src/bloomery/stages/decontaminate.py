@@ -22,7 +22,7 @@ HITS = "hits.parquet"
 SCRATCH = "scratch"
 
 # As a stage of `bloomery data`. In a recipe, decontamination is a step of dedup.
-VERSION = 3
+VERSION = 4
 RESUMES = True
 preflight = check_workers
 

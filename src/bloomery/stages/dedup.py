@@ -22,7 +22,7 @@ from bloomery.hw.host import Host, free_bytes
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
 
-VERSION = 3
+VERSION = 4
 RESUMES = True
 preflight = check_workers
 

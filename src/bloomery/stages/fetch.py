@@ -32,7 +32,7 @@ from bloomery.data.sources import local
 from bloomery.data.sources.local import DocumentSource
 from bloomery.stages.config import Fetch
 
-VERSION = 3
+VERSION = 4
 RESUMES = True
 preflight = executor.check_workers
 

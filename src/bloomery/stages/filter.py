@@ -15,7 +15,7 @@ from bloomery.data.quality import thresholds
 from bloomery.data.quality.thresholds import Thresholds, ThresholdStats
 from bloomery.stages.config import Filter
 
-VERSION = 2
+VERSION = 3
 RESUMES = True
 preflight = check_workers
 

@@ -19,6 +19,7 @@ from bloomery.core.errors import BloomeryError, DataError
 from bloomery.core.io import whole_file
 from bloomery.core.log import ProgressMeter, info, progress
 from bloomery.data import documents
+from bloomery.data.documents import LARGEST_SHARE, is_held_out
 from bloomery.data.sources import http_client
 from bloomery.data.sources.http_client import PassingError, RefusedError
 from bloomery.data.synthesis import config as synthesis_config
@@ -27,7 +28,7 @@ from bloomery.data.synthesis.config import ConversationTask, Synthesize
 from bloomery.data.synthesis.generate import Ask, Budget, NewConversations, TaskOutcome, UnknownError
 from bloomery.stages.instruct import write_line
 
-VERSION = 2
+VERSION = 3
 RESUMES = True
 OWNS_LEFTOVERS = True
 
@@ -89,7 +90,9 @@ def _tell(config: Synthesize, stats: Mapping[str, Any]) -> None:
 def _tasks(config: Synthesize, inputs: Mapping[str, Path]) -> Iterator[ConversationTask]:
     if config.augment is None:
         return synthesis_config.tasks(config.named, config.seed)
-    return generate.tasks(config.augment, documents.read(inputs["dedup"] / "kept", ["id", "text", "domain"]))
+    rows = documents.read(inputs["dedup"] / "kept", ["id", "text", "domain"])
+    # No model is trained on validation documents. The tokenizer leaves out the same share.
+    return generate.tasks(config.augment, (row for row in rows if not is_held_out(row["text"], LARGEST_SHARE)))
 
 
 @dataclass

@@ -4,6 +4,7 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
+from bloomery.data.filters import heuristics
 from bloomery.data.filters.apply import DocumentColumns, Rule, judge
 from bloomery.data.filters.heuristics import Code, Length
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
@@ -196,3 +197,18 @@ def test_bounds_that_no_document_can_meet_are_refused(kind: str, settings: dict[
 
 def test_a_document_may_meet_bounds_that_are_equal() -> None:
     assert found(Length(min_characters=len(PROSE), max_characters=len(PROSE)), PROSE) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "suffix"),
+    [
+        ("data/a.py", None, ".py"),
+        ("q/code.parquet:17", None, ""),
+        ("q/code.parquet:17", "https://x/a/b.HTML?raw=1", ".html"),
+        ("q/pages.warc.gz:9", "https://x/data.json#a", ".json"),
+        ("q/rows.jsonl:3#2", None, ""),
+        ("src/main.c:12", None, ".c"),
+    ],
+)
+def test_the_kind_of_a_document_is_that_of_its_own_file(name: str, address: str | None, suffix: str) -> None:
+    assert heuristics._suffix(name, address) == suffix

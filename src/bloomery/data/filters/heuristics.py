@@ -416,11 +416,30 @@ def _generated(text: str) -> int:
     return -1 if match is None else match.string.count("\n", 0, match.start()) + 1
 
 
+ROW = re.compile(r":[0-9]+(#[0-9]+)?$")
+"""The row of a table or an archive, at the end of the name that its document has where none is given."""
+HOLDS_DOCUMENTS = (
+    ".jsonl",
+    ".ndjson",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".warc",
+    ".wet",
+    ".gz",
+    ".zst",
+    ".bz2",
+    ".xz",
+    ".zip",
+)
+
+
 def _suffix(name: str, address: str | None) -> str:
-    suffix = PurePosixPath(name).suffix
-    if not suffix and address is not None:
+    """Of the file that a document was, not of the table or the archive that holds it."""
+    suffix = PurePosixPath(ROW.sub("", name)).suffix
+    if (not suffix or suffix.lower() in HOLDS_DOCUMENTS) and address is not None:
         suffix = PurePosixPath(address.partition("?")[0].partition("#")[0]).suffix
-    return suffix.lower()
+    return "" if suffix.lower() in HOLDS_DOCUMENTS else suffix.lower()
 
 
 def _begins_html(text: str) -> bool:

@@ -463,6 +463,7 @@ def _row_item(source: TableSource, name: str, row: rows.RowOrError, where: str, 
     text = _finished(source, text, row, page=False, web=source.markup == "html")
     address, license = rows.at(row, source.url_field), rows.at(row, source.license_field)
     domain = rows.at(row, source.domain_field) if source.domain_field else None
+    domain = str(domain) if type(domain) is int else domain
     return make_item(
         source,
         name,

@@ -30,7 +30,7 @@ HEADER_BYTES = 2**20
 
 BITE_BYTES = 4096
 """What a member of gzip is fed at once. What comes after its end is copied, and a member may have 20 bytes."""
-CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r\n")
+CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n")
 """The line before a chunk of an answer."""
 
 CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:\-]+)", re.IGNORECASE)
@@ -120,15 +120,27 @@ def _body(data: bytes, fields: Mapping[str, str], max_bytes: int) -> bytes | Rea
         if isinstance(joined, ReadError):
             return joined
         data = joined
-    encoding = fields.get("content-encoding", "identity").strip().lower()
+    names = [name.strip().lower() for name in fields.get("content-encoding", "").split(",")]
+    encoding = ", ".join(name for name in names if name not in ("", "identity", "none", "utf-8"))
     if encoding in ("gzip", "x-gzip", "deflate"):
-        unpacked = _unpacked(data, max_bytes) if data[:1] in (b"\x1f", b"\x78") else data  # a crawler's stale header
+        is_whole = data[:1] in (b"\x1f", b"\x78")  # else a crawler's stale header, or a stream without its own
+        unpacked = _unpacked(data, max_bytes) if is_whole else _inflated(data, max_bytes) or data
         if isinstance(unpacked, ReadError):
             return unpacked
         data = unpacked
-    elif encoding not in ("identity", ""):
+    elif encoding:
         return ReadError("not_html", 0, f"its encoding {encoding[:20]!r} is not supported")
     return data if len(data) <= max_bytes else readers_bytes.too_long(len(data), max_bytes, "it", "at least ")
+
+
+def _inflated(data: bytes, max_bytes: int) -> bytes | None:
+    """What a deflate stream without a header holds, or `max_bytes` and one more of it; None for other data."""
+    stream = zlib.decompressobj(wbits=-15)
+    try:
+        text = stream.decompress(data, max_bytes + 1)
+    except zlib.error:  # not such a stream
+        return None
+    return text if stream.eof or len(text) > max_bytes else None
 
 
 def _unpacked(data: bytes, max_bytes: int) -> bytes | ReadError:
@@ -247,6 +259,11 @@ def _resiliparse(module: str) -> Any:
     return extras.load(f"resiliparse.{module}")
 
 
+XHTML, XHTML_CHARACTERS = re.compile(r"<\?xml|xhtml", re.IGNORECASE), 1_000
+EMPTY_ELEMENT = re.compile(r"<(title|script|style|textarea|iframe|noscript)\b([^<>]{0,2000})/>", re.IGNORECASE)
+"""An element that XML closes at once. As HTML, it would hold the rest of the page."""
+
+
 def plain_text(page: str, *, main_content: bool) -> str | ReadError:
     """
     What a reader sees of a page: paragraphs, lists and preformatted text by lines, without scripts, forms and links.
@@ -257,6 +274,8 @@ def plain_text(page: str, *, main_content: bool) -> str | ReadError:
     """
     if page.count("<") > DEEPEST and (depth := _depth(page)) > DEEPEST:
         return ReadError("too_deep", depth, f"its elements are nested {depth:,} deep, more than {DEEPEST:,}")
+    if XHTML.search(page[:XHTML_CHARACTERS]):
+        page = EMPTY_ELEMENT.sub(r"<\1\2></\1>", page)
     text: str = _resiliparse("extract.html2text").extract_plain_text(
         page, preserve_formatting=True, main_content=main_content, alt_texts=False
     )
