@@ -13,7 +13,7 @@ BUDGET = {
     "(top)": 1_785,
     "core": 4_025,
     "hw": 6_010,
-    "data": 13_430,
+    "data": 13_470,
     "tokenizer": 3_380,
     "shards": 1_690,
     "model": 4_035,
