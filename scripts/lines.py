@@ -18,11 +18,11 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_575,
-    "train": 10_970,
+    "train": 10_975,
     "generate": 2_065,
     "evaluation": 4_690,
     "serve": 3_920,
-    "stages": 6_430,
+    "stages": 6_440,
 }
 
 

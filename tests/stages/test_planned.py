@@ -235,6 +235,10 @@ def test_the_next_command_starts_what_was_planned_and_ends_where_the_sections_do
     assert last == "Next: bloomery run a.toml pretrain.num_processes=2 finetune.num_processes=2 --until finetune"
     (last,) = stages_plan.next_command(words, [], [], Wish(), reports, facts | {"missing_sections": {}})
     assert last == "Next: bloomery run a.toml"
+    only = {"pretrain": reports["pretrain"]}
+    listed = facts | {"stages": [{"stage": "pretrain"}, {"stage": "instruct"}]}
+    (last,) = stages_plan.next_command(words, [], [], Wish(), only, listed)
+    assert last == "Next: bloomery run a.toml --until pretrain"
 
 
 @pytest.mark.slow

@@ -437,7 +437,7 @@ def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the
         with pytest.raises(RunError, match=f"{told}, and it did not help") as caught:
             session(shards, tmp_path, **SETTINGS).run()
     assert caught.value.where == f"step {first + 5}"
-    assert "the same command with max_skipped_steps=6 resumes after them" in caught.value.hint
+    assert "pretrain.max_skipped_steps=6 resumes after them" in caught.value.hint
     stats = session(shards, tmp_path, **SETTINGS, max_skipped_steps=6).run()
     assert (stats["steps"], stats["skipped_steps"], stats["rollbacks"]) == (LONGER, 6, 1)
 

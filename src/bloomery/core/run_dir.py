@@ -110,7 +110,7 @@ def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     stages = []
     recipe = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
     for stage, folder in stage_folders(root).items():
-        section = recipe.get(stage, {})
+        section = given if isinstance(given := recipe.get(stage), dict) else {}
         idle = section.get("enabled") is False
         trouble = damage(folder, thorough=thorough)
         if trouble == NOT_DONE:
@@ -132,13 +132,13 @@ def _progress(folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     last, steps, tokens = lines[-1], section.get("steps"), section.get("global_batch_tokens")
     speed = last["tokens_per_second"]
-    known = steps is not None and tokens is not None and speed > 0
+    known = bool(steps) and tokens is not None and speed > 0  # steps are 0 where epochs say how long it trains
     return {
         "step": last["step"],
-        "steps": steps,
+        "steps": steps or None,
         "loss": loss if isinstance(loss := last.get("loss"), float) else None,
         "tokens_per_second": speed,
-        "seconds_left": round((steps - last["step"]) * tokens / speed, 1) if known else None,
+        "seconds_left": round(max(0, steps - last["step"]) * tokens / speed, 1) if known else None,
     }
 
 

@@ -496,8 +496,8 @@ def next_command(
     kept = [setting for setting in settings if setting.partition("=")[0] not in changed]
     program, verb, recipe = words
     command = [program, "run" if fits else verb, recipe, *kept, *changes, *runs]
-    if fits and facts["missing_sections"]:
-        command += ["--until", facts["stages"][-1]["stage"]]
+    if fits and facts["missing_sections"] and reports:
+        command += ["--until", list(reports)[-1]]
     return [f"Next: {shlex.join([*command, *([] if fits else wish.words())])}"]
 
 

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from bloomery.core import log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig, lone_surrogate
+from bloomery.core.config import read_tree
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
@@ -450,9 +451,11 @@ def summary(state: RunState) -> str:
 
 
 def again(root: Path) -> str:
-    """The command that finishes a run."""
+    """The command that finishes a run: up to pretraining, where its recipe has no section for what follows."""
     others = [] if str(root.parent) == "runs" else ["--runs", str(root.parent)]
-    return shlex.join(["bloomery", "run", str(root / RECIPE), *others])
+    sections = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
+    ends = "pretrain" in sections and not {"finetune", "prefer"} & sections.keys()
+    return shlex.join(["bloomery", "run", str(root / RECIPE), *others, *(["--until", "pretrain"] if ends else [])])
 
 
 # --- chat ----------------------------------------------------------------------------------------------------------

@@ -215,9 +215,9 @@ class Checkpoints:
         after, last = state.guard.rollbacks[-1] if state.guard.rollbacks else (-1, 0)
         what, where = f"{bad} steps in a row were skipped; metrics.jsonl names their samples", f"step {state.step}"
         hint = (
-            f"If the samples are bad, the same command with max_skipped_steps={2 * bad} resumes after them. If "
-            "the threshold is too low, set a larger spike_sigma. A lower learning rate or precision=float32 starts "
-            "another run from the beginning."
+            f"If the samples are bad, the same command with {self.name}.max_skipped_steps={2 * bad} resumes after "
+            f"them. If the threshold is too low, set a larger {self.name}.spike_sigma. A lower learning rate or "
+            f"{self.name}.precision=float32 starts another run from the beginning."
         )
         if accepted <= after:
             what = f"{what}. The run has already rolled back to step {last} after step {after}, and it did not help"
