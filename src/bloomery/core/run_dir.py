@@ -110,7 +110,7 @@ def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     stages = []
     recipe = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
     for stage, folder in stage_folders(root).items():
-        section = given if isinstance(given := recipe.get(stage), dict) else {}
+        section = keys if isinstance(keys := recipe.get(stage), dict) else {}
         idle = section.get("enabled") is False
         trouble = damage(folder, thorough=thorough)
         if trouble == NOT_DONE:
