@@ -433,8 +433,10 @@ def decontaminate(
     if not texts and not files and not {"files", "tasks"} & {path for path, _ in overrides}:
         raise ConfigError("there is no text to look for", where="decontaminate", hint="Pass texts, files or tasks.")
     if texts:  # they stand in a field of this name
-        named = ((path, path == "fields" and isinstance(value, list | tuple), value) for path, value in overrides)
-        overrides = [(path, [*value, "text"] if is_fields else value) for path, is_fields, value in named]
+        overrides = [
+            (path, [*value, "text"] if path == "fields" and isinstance(value, list | tuple) else value)
+            for path, value in overrides
+        ]
     against = [str(Path(file).expanduser()) for file in files]
     return _tool("decontaminate", documents, overrides, text_field, workers, against, texts)
 

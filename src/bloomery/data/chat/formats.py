@@ -403,16 +403,14 @@ def alpaca(row: ChatRow, fields: Fields) -> Messages | ReadError:
     question, context, answer = (_field(row, [name for name in one if name]) for one in field_names)
     if isinstance(answer, ReadError):
         return answer
+    context = _below(context, fields)
     if isinstance(context, ReadError):
-        if context.reason != "no_field" or fields.context:
-            return context
-        context = ""
+        return context
     if isinstance(question, ReadError):
         if not _asks_by_input(row, fields):
             return question
         question = ""
-    asked = "\n\n".join(part for part in (question, context) if part.strip()) or question
-    return _answered(row, fields, asked, answer)
+    return _answered(row, fields, question, answer, context)
 
 
 def instructed(row: ChatRow) -> str | ReadError:
@@ -442,15 +440,13 @@ def pairs(row: ChatRow, fields: Fields) -> Messages | ReadError:
         if isinstance(both, ReadError):
             return both
         return messages({**row, "messages": both}, Fields(messages="messages", system=fields.system))
-    context = [fields.context] if fields.context else [name for name in ALPACA[1] if name not in (asks, *answers)]
-    texts = [_field(row, [asks])]
-    if fields.context or _valued(row, tuple(context)):
-        texts.append(_field(row, context))
-    for text in (*texts, answer := _field(row, answers)):
-        if isinstance(text, ReadError):
-            return text
-    asked = "\n\n".join(text for text in texts if isinstance(text, str) and text.strip())
-    return answer if isinstance(answer, ReadError) else _answered(row, fields, asked, answer)
+    names = [fields.context] if fields.context else [name for name in ALPACA[1] if name not in (asks, *answers)]
+    question, context, answer = _field(row, [asks]), _below(_field(row, names), fields), _field(row, answers)
+    if isinstance(question, ReadError):
+        return question
+    if isinstance(context, ReadError):
+        return context
+    return answer if isinstance(answer, ReadError) else _answered(row, fields, question, answer, context)
 
 
 def _spoken(first: Any, second: Any) -> list[Any] | ReadError | None:
@@ -637,7 +633,15 @@ def _pair(row: ChatRow, fields: Fields) -> tuple[str, list[str]]:
     return fields.question or asks, [fields.answer] if fields.answer else list(answers)
 
 
-def _answered(row: ChatRow, fields: Fields, question: str, answer: str) -> Messages | ReadError:
+def _below(context: str | ReadError, fields: Fields) -> str | ReadError:
+    """What belongs to a question: "" where a row has nothing, unless the recipe names its field."""
+    is_absent = isinstance(context, ReadError) and context.reason == "no_field" and not fields.context
+    return "" if is_absent else context
+
+
+def _answered(row: ChatRow, fields: Fields, question: str, answer: str, context: str) -> Messages | ReadError:
+    """A question with what belongs to it below, and its answer, after earlier turns."""
+    question = "\n\n".join(part for part in (question, context) if part.strip()) or question
     spoken = earlier(row)
     if isinstance(spoken, ReadError):
         return spoken

@@ -436,10 +436,9 @@ HOLDS_DOCUMENTS = (
 
 def _suffix(name: str, address: str | None) -> str:
     """Of the file that a document was, not of the table or the archive that holds it."""
-    suffix = PurePosixPath(ROW.sub("", name)).suffix
-    if (not suffix or suffix.lower() in HOLDS_DOCUMENTS) and address is not None:
-        suffix = PurePosixPath(address.partition("?")[0].partition("#")[0]).suffix
-    return "" if suffix.lower() in HOLDS_DOCUMENTS else suffix.lower()
+    names = (ROW.sub("", name), (address or "").partition("?")[0].partition("#")[0])
+    suffixes = (PurePosixPath(one).suffix.lower() for one in names)
+    return next((one for one in suffixes if one and one not in HOLDS_DOCUMENTS), "")
 
 
 def _begins_html(text: str) -> bool:
