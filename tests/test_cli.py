@@ -345,6 +345,29 @@ def test_status_says_whether_a_run_lives_and_how_far_it_is(call: Call, recipe: P
     assert json.loads(call("status", "--json")[1])["runs"][0]["pid"] is None
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(call: Call, recipe: Path, tmp_path: Path) -> None:
+    call("run", recipe)
+    (tmp_path / "runs/torn").mkdir()
+    (tmp_path / "runs/torn/current.json").write_text("{")
+    code, out, _ = call("status")
+    assert (code, len(out.splitlines())) == (2, 2)
+    assert re.search(r"^✗ runs/torn: its state cannot be read: .*current\.json", out, re.MULTILINE)
+    assert re.search(r"^✓ runs/small: done in", out, re.MULTILINE)
+    rows = {Path(one["run"]).name: one for one in json.loads(call("status", "--json")[1])["runs"]}
+    assert (rows["small"]["error"], rows["small"]["done"], rows["torn"]["done"]) == ("", True, False)
+    assert "current.json" in rows["torn"]["error"]
+
+
+def test_a_renamed_run_folder_is_finished_where_it_is(call: Call, recipe: Path, tmp_path: Path) -> None:
+    call("run", recipe, "--until", "make")
+    (tmp_path / "runs/small").rename(tmp_path / "runs/other")
+    command = call("status", "runs/other")[1].splitlines()[-1]
+    assert command == "Resume it: bloomery run runs/other/recipe.toml name=other"
+    code, _, err = call(*command.split()[3:])
+    assert code == 0, err
+    assert call("status", "runs/other")[1].startswith("runs/other: done in")
+
+
 def test_watching_ends_with_ctrl_c_and_without_an_error(
     call: Call, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

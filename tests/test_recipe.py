@@ -171,8 +171,11 @@ def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_w
         capsys.readouterr().out.split()
     )
     assert cli.main(["run", str(root / "recipe.toml"), *runs, "--until", "shard"]) == 0
-    said = capsys.readouterr().err
-    assert "Up to date, up to shard as you asked. Still to run: instruct." in said
+    assert "everything is up to date, nothing to do" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["status", str(root)]) == 0
+    lines = capsys.readouterr().out
+    assert "done in" in lines
+    assert "Resume it" not in lines
 
 
 @pytest.mark.parametrize(

@@ -312,8 +312,8 @@ def plan(
 
 def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
     """
-    Progress of a run, as `bloomery status --json`: {"run", "done", "pid", "running", "stages"}. `verify` compares every
-    file with its SHA-256. Raises RunError if the folder is not a run folder.
+    Progress of a run, as `bloomery status --json`: {"run", "done", "pid", "running", "error",
+    "stages"}. `verify` compares every file with its SHA-256. Raises RunError if the folder is not a run folder.
     """
     from bloomery.core import run_dir
 

@@ -552,10 +552,14 @@ def status(options: argparse.Namespace) -> int:
     from bloomery.stages import terminal
 
     def look() -> list[run_dir.RunState]:
-        folders = [options.run] if options.run is not None else run_dir.run_folders(options.runs)
-        return [run_dir.run_state(folder, thorough=options.verify) for folder in folders]
+        if options.run is None:
+            return run_dir.run_states(options.runs, thorough=options.verify)
+        return [run_dir.run_state(options.run, thorough=options.verify)]
 
     if options.watch:
+        if options.json:
+            hint = "Leave out --watch, and call it as often as you need the numbers."
+            raise errors.ConfigError("--watch shows text, not JSON", where="--json", hint=hint)
         terminal.watch(lambda: terminal.status_text(look(), each=options.run is not None))
         return 0
     states = look()
@@ -564,7 +568,7 @@ def status(options: argparse.Namespace) -> int:
         print(json.dumps(facts[0] if options.run is not None else {"runs": facts}))
     else:
         terminal.show(terminal.status_text(states, each=options.run is not None))
-    return 2 if any(state.damaged for state in states) else 0
+    return 2 if any(state.damaged or state.error for state in states) else 0
 
 
 def clean(options: argparse.Namespace) -> int:

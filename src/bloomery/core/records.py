@@ -12,7 +12,8 @@ attempt resumes only if nothing has changed. Otherwise the piece is made again, 
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NotRequired, TypeVar
@@ -21,6 +22,7 @@ from pydantic import AfterValidator, Field, GetPydanticSchema, TypeAdapter, Vali
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
+from bloomery.core.config import read_tree
 from bloomery.core.errors import BloomeryError, RunError, shorten
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
@@ -288,3 +290,29 @@ def stage_folders(root: Path) -> dict[str, Path]:
             what = f"{stage}: {name} is not a folder of that stage"
             raise RunError(what, where=str(root / CURRENT), hint=fix)
     return {stage: root / name for stage, name in names.items()}
+
+
+def last_stage(sections: Collection[str]) -> str:
+    """The last stage that a recipe has the sections for, or "" where it has them for all."""
+    if "finetune" in sections or "prefer" in sections:
+        return ""
+    return "pretrain" if "pretrain" in sections else "shard" if "fetch" in sections else ""
+
+
+def unused_stages(sections: Collection[str]) -> tuple[str, ...]:
+    """The stages that prepare what no section of a recipe uses: conversations, where it finetunes no model."""
+    return ("synthesize", "instruct") if last_stage(sections) else ()
+
+
+def recipe_of(root: Path) -> dict[str, Any]:
+    """The recipe of a run as TOML data, empty where the run has none. Raises what `read_tree` raises."""
+    return read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
+
+
+def finishing_command(root: Path) -> str:
+    """The command that finishes a run: up to the last stage that its recipe has the sections for."""
+    recipe = recipe_of(root)
+    words = ["bloomery", "run", str(root / RECIPE)]
+    words += [f"name={root.name}"] if recipe.get("name", root.name) != root.name else []
+    words += ["--runs", str(root.parent)] if str(root.parent) != "runs" else []
+    return shlex.join([*words, *(["--until", last] if (last := last_stage(recipe)) else [])])

@@ -24,20 +24,20 @@ from typing import Any, Literal
 
 from bloomery.core import io as core_io
 from bloomery.core.cache import changed
-from bloomery.core.config import read_tree
-from bloomery.core.errors import RunError
+from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, last_metrics
 from bloomery.core.pipeline import holder
 from bloomery.core.records import (
     CURRENT,
     NOT_DONE,
-    RECIPE,
     STAGE_FOLDER,
     damage,
     find_manifest,
     read_manifest,
+    recipe_of,
     stage_folders,
+    unused_stages,
 )
 
 TRASH = ".trash"
@@ -62,7 +62,7 @@ class StageState:
     damage: str = ""
     """What is damaged, as `pipeline.damage` says it."""
     idle: bool = False
-    """Whether the recipe asks for no work of it."""
+    """Whether the recipe asks for no work of it: it is off, or it prepares what no section uses."""
     step: int | None = None
     """Of a stage that trains and is not done: the last step that it has logged."""
     steps: int | None = None
@@ -81,10 +81,12 @@ class RunState:
     stages: list[StageState]
     pid: int | None = None
     """The process that runs in it now."""
+    error: str = ""
+    """Why its state cannot be read, in a list of several runs."""
 
     @property
     def done(self) -> bool:
-        return all(stage.state == "done" for stage in self.stages)
+        return not self.error and all(stage.state == "done" or stage.idle for stage in self.stages)
 
     @property
     def damaged(self) -> list[StageState]:
@@ -108,10 +110,10 @@ class Waste:
 def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     """What has become of each stage of a run; `thorough` compares every file with its sha256."""
     stages = []
-    recipe = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
+    recipe = recipe_of(root)
     for stage, folder in stage_folders(root).items():
         section = keys if isinstance(keys := recipe.get(stage), dict) else {}
-        idle = section.get("enabled") is False
+        idle = section.get("enabled") is False or stage in unused_stages(recipe)
         trouble = damage(folder, thorough=thorough)
         if trouble == NOT_DONE:
             begun = folder.is_dir() and any(folder.iterdir())
@@ -147,6 +149,17 @@ def run_state(root: Path, *, thorough: bool = False) -> RunState:
     return RunState(root, states(root, thorough=thorough), holder(root))
 
 
+def run_states(runs: Path, *, thorough: bool = False) -> list[RunState]:
+    """The state of every run in a folder, the newest first. A run that cannot be read says why, and hides no other."""
+    states = []
+    for folder in run_folders(runs):
+        try:
+            states.append(run_state(folder, thorough=thorough))
+        except (BloomeryError, OSError) as error:
+            states.append(RunState(folder, [], error=str(error)))
+    return states
+
+
 def run_folders(runs: Path) -> list[Path]:
     """The run folders in a folder, the newest first. Raises RunError where it does not exist."""
     if not runs.is_dir():
@@ -157,7 +170,14 @@ def run_folders(runs: Path) -> list[Path]:
 
 def as_json(state: RunState) -> dict[str, Any]:
     rows = [{**asdict(stage), "folder": str(stage.folder)} for stage in state.stages]
-    return {"run": str(state.root), "done": state.done, "pid": state.pid, "running": state.running, "stages": rows}
+    return {
+        "run": str(state.root),
+        "done": state.done,
+        "pid": state.pid,
+        "running": state.running,
+        "error": state.error,
+        "stages": rows,
+    }
 
 
 # --- clean ---------------------------------------------------------------------------------------------------------

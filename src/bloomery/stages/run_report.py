@@ -98,8 +98,8 @@ def run_recipe(
     idle = {name for name in left if (section := getattr(recipe, name)) is None or section.is_idle()}
     left = [name for name in left if name not in idle]
     # Conversations are for a model that is finetuned. Without that section, a run does not ask for more.
-    tunes = getattr(recipe, "finetune", recipe) is not None
-    waiting = [name for name in left if tunes or name not in ("synthesize", "instruct")]
+    sections = [name for name, value in recipe if value is not None]
+    waiting = [name for name in left if name not in records.unused_stages(sections)]
     seconds = time.monotonic() - began if ran else None
     terminal.ending(run_dir.run_state(root), seconds=seconds, left=waiting, asked=asked, again=again)
     return left

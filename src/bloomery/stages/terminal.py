@@ -27,11 +27,10 @@ from typing_extensions import TypedDict
 
 from bloomery.core import log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig, lone_surrogate
-from bloomery.core.config import read_tree
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import StagePlan, Stats, plain_sentence
-from bloomery.core.records import MAX_MANIFEST_BYTES, RECIPE, find_manifest, read_record
+from bloomery.core.records import MAX_MANIFEST_BYTES, find_manifest, finishing_command, read_record
 from bloomery.core.run_dir import TRASH, Moved, RunState, StageState, Waste
 from bloomery.hw.host import Host, find_gpus, memory_bytes
 from bloomery.hw.launcher import cores
@@ -337,7 +336,7 @@ def status_text(states: Sequence[RunState], *, each: bool) -> Text:
 
 
 def run_line(state: RunState) -> tuple[str, str, str]:
-    kind = "damaged" if state.damaged else "done" if state.done else "runs" if state.pid else "begun"
+    kind = "damaged" if state.damaged or state.error else "done" if state.done else "runs" if state.pid else "begun"
     return *MARKS[kind], f"{state.root}: {summary(state)}"
 
 
@@ -405,7 +404,7 @@ def status_lines(state: RunState) -> Iterator[tuple[str, str, str]]:
         for stage in state.damaged:
             yield "", "", f"Recreate {stage.stage}: rm {stage.folder / 'manifest.json'}, then run the recipe"
     elif state.pid is None and not state.done:
-        yield "", "", f"Resume it: {again(state.root)}"
+        yield "", "", f"Resume it: {finishing_command(state.root)}"
 
 
 def stage_text(stage: StageState, kind: str) -> str:
@@ -432,6 +431,8 @@ def stage_text(stage: StageState, kind: str) -> str:
 
 def summary(state: RunState) -> str:
     """The state of a run in a few words: does it live, how far is it, when is it done."""
+    if state.error:
+        return f"its state cannot be read: {' '.join(state.error.split())}"
     stages = [stage for stage in state.stages if not stage.idle]
     count = f"{sum(stage.state == 'done' for stage in stages)} of {len(stages)} stages done"
     if state.damaged:
@@ -448,14 +449,6 @@ def summary(state: RunState) -> str:
     begun = next((stage for stage in stages if stage.state == "begun"), None)
     at = f" in {begun.stage}" + (f" at step {begun.step:,}" if begun.step is not None else "") if begun else ""
     return f"stopped{at}, {count}"
-
-
-def again(root: Path) -> str:
-    """The command that finishes a run: up to pretraining, where its recipe has no section for what follows."""
-    others = [] if str(root.parent) == "runs" else ["--runs", str(root.parent)]
-    sections = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
-    ends = "pretrain" in sections and not {"finetune", "prefer"} & sections.keys()
-    return shlex.join(["bloomery", "run", str(root / RECIPE), *others, *(["--until", "pretrain"] if ends else [])])
 
 
 # --- chat ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from bloomery.core.config import HUB, is_of_hub
 from bloomery.core.errors import CheckpointError, DataError, RunError, UnreachableError
 from bloomery.core.io import MANIFEST, MAX_JSON_BYTES
 from bloomery.core.log import info
-from bloomery.core.records import CURRENT, RECIPE, read_manifest
+from bloomery.core.records import CURRENT, finishing_command, read_manifest
 from bloomery.weights.opened import ADAPTER_WEIGHTS, CONFIG, is_model
 from bloomery.weights.safetensors import INDEX, WEIGHTS, WEIGHTS_SUFFIX, files_of_index
 
@@ -316,7 +316,7 @@ def _is_utf8(path: Path) -> bool:
 def check(run: Path, stage: Path, damage: str) -> None:
     """Raises CheckpointError for a finished stage whose model is damaged."""
     if damage:
-        hint = f"Remove {stage / MANIFEST}, and run: {_command(run, stage.name.split('-')[1])}"
+        hint = f"Remove {stage / MANIFEST}, and run: {finishing_command(run)}"
         raise CheckpointError(f"its model is damaged: {damage}", where=str(stage), hint=hint)
 
 
@@ -328,7 +328,7 @@ def _of_run(run: Path) -> Path:
             info(f"{run}: prefer is not done, so this is the finetuned model", "yellow")
         return finished[answers] / "model"
     asked = [stage for stage in TRAINED if stage in records.stage_folders(run)]
-    hint = f"Finish it: {_command(run, asked[0])}" if asked else "Add [pretrain] to its recipe."
+    hint = f"Finish it: {finishing_command(run)}" if asked else "Add [pretrain] to its recipe."
     why = "finetune is not done"
     if asked[:1] == ["pretrain"] and finished:
         why, hint = "its recipe has no [finetune]", "Write [instruct] and [finetune] into the recipe, and run it."
@@ -339,12 +339,6 @@ def _of_run(run: Path) -> Path:
     check(run, finished["pretrain"], _damage(finished["pretrain"]))
     info(f"{run}: {why}, so this model only continues text\n{hint}", "yellow")
     return finished["pretrain"] / "model"
-
-
-def _command(run: Path, last: str) -> str:
-    """The command that finishes a run: up to the last stage that trains, where its recipe has no section for others."""
-    words = ["bloomery", "run", str(run / RECIPE), "--runs", str(run.parent)]
-    return shlex.join(words if last in ANSWERING else [*words, "--until", last])
 
 
 def _finished(run: Path) -> dict[str, Path]:
