@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -277,8 +278,14 @@ def test_plan_is_the_verb(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"pretrain\.steps"):
         bloomery.plan(recipe, {"pretrain.steps": 0})
     for wrong in ({"memory_bytes": -5}, {"devices": 0}, {"price": -1}, {"power_watts": float("nan")}):
-        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: got .*\nPass a number from "):
+        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: got .*\nPass a (whole )?number from "):
             bloomery.plan(recipe, **wrong)
+    for strange in ({"memory_bytes": "80"}, {"devices": 1.5}, {"price": True}, {"device": 5}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(strange))}: got .*\nPass "):
+            bloomery.plan(recipe, **strange)
+    numbers: dict[str, Any] = {"devices": np.int32(1)}
+    counted = bloomery.plan(recipe, {"pretrain.steps": np.int64(10)}, device="mi300x", **numbers)
+    assert counted["stages"] == bloomery.plan(recipe, {"pretrain.steps": 10}, device="mi300x", devices=1)["stages"]
     with pytest.raises(RunError, match="does not exist"):
         bloomery.status("runs/a")
 

@@ -293,6 +293,7 @@ def plan(
     from bloomery.train.plan.report import HourlyPrice
 
     money = cli.MONEY_OR_WATTS_RANGE
+    memory_bytes, devices, price, power_watts = map(_copied, (memory_bytes, devices, price, power_watts))
     numbers: dict[str, tuple[float | None, tuple[float, float]]] = {
         "memory_bytes": (memory_bytes, cli.DEVICE_BYTES_RANGE),
         "devices": (devices, cli.DEVICES_RANGE),
@@ -300,8 +301,14 @@ def plan(
         "power_watts": (power_watts, money),
     }
     for name, (number, (low, high)) in numbers.items():
-        if number is not None and not low <= number <= high:
-            raise ConfigError(f"got {number:,}", where=name, hint=f"Pass a number from {low:,} to {high:,}.")
+        whole = int if name in ("memory_bytes", "devices") else (int, float)
+        right = isinstance(number, whole) and not isinstance(number, bool) and low <= number <= high
+        if number is not None and not right:
+            kind = "a whole number" if whole is int else "a number"
+            raise ConfigError(f"got {shorten(repr(number))}", where=name, hint=f"Pass {kind} from {low:,} to {high:,}.")
+    if device is not None and not isinstance(device, str):
+        hint = "Pass the name of a device, such as 'mi300x'."
+        raise ConfigError(f"got {shorten(repr(device))}", where="device", hint=hint)
     resolved = _recipe(recipe, settings)
     cost = HourlyPrice(per_hour=price, watts=power_watts)
     wish = stages_plan.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
@@ -337,14 +344,21 @@ def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> 
 
 
 def _overrides(settings: Settings | None) -> list[tuple[str, Any]]:
-    from copy import deepcopy
-
     if settings is None:
         return []
     if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
         what = f"{shorten(repr(settings))} is not a dict with strings as keys"
         raise ConfigError(what, where="settings", hint='Write, for example, {"pretrain.steps": 100}.')
-    return [*deepcopy(dict(settings)).items()]
+    return [(path, _copied(value)) for path, value in settings.items()]
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a setting, with the numbers of NumPy and torch as those of Python."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item) for item in value]
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 # --- data tools ----------------------------------------------------------------------------------------------------

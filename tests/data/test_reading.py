@@ -108,6 +108,17 @@ def test_the_best_of_some_answers_is_taken_and_a_condition_may_ask_for_its_score
     assert told(build(Jsonl, source)) == ["<p>q0</p>: b", "accept.answers.score", "empty", "empty", "empty"]
 
 
+def test_conditions_on_numbers_hold_for_the_cells_of_tables(tmp_path: Path) -> None:
+    (path := tmp_path / "x.csv").write_bytes(b"text,score,kind\na,4,1\nb,2.5,1\nc,1e1,2\nd,?,1\ne,-7,1\n")
+    least = {"kind": "field", "field": "score", "at_least": 3}
+    kinds = {"kind": "field", "field": "kind", "one_of": [1]}
+    source = {"name": "a", "domain": "web", "path": str(path), "accept": [least]}
+    assert told(build(Csv, source)) == ["a", "accept.score", "c", "accept.score.missing", "accept.score"]
+    assert told(build(Csv, source | {"accept": [kinds]})) == ["a", "b", "accept.kind", "d", "e"]
+    named = {"kind": "field", "field": "kind", "one_of": ["2"]}
+    assert told(build(Csv, source | {"accept": [named]}))[2] == "c"
+
+
 def test_fields_may_hold_html(tmp_path: Path) -> None:
     pytest.importorskip("resiliparse", reason="the extra web is not installed")
     (path := tmp_path / "x.jsonl").write_bytes(line("<p>One &amp; two</p><p>caf\u00c3\u00a9</p>") + b"\n")

@@ -50,6 +50,14 @@ def test_a_wrong_row_is_a_problem_and_the_next_one_is_read(tmp_path: Path) -> No
     assert rows(path, most=8000) == expected
 
 
+def test_a_row_that_a_stray_quote_continues_names_all_lines_that_are_lost_with_it(tmp_path: Path) -> None:
+    (path := tmp_path / "t.csv").write_bytes(b'id,text\n1,"open\n2,x\n3,y"z\n4,good\n')
+    (number, problem), (_, row) = readers_rows.delimited(path, ",", MOST)
+    assert isinstance(problem, ReadError)
+    assert (number, problem.reason, row) == (2, "not_csv", {"id": "4", "text": "good"})
+    assert problem.what.startswith("one row of lines 2 to 4: ")
+
+
 def test_a_quote_that_is_never_closed_takes_no_more_than_the_limit(tmp_path: Path) -> None:
     (path := tmp_path / "t.csv").write_bytes(b'id,text\n1,"open\n' + b"2,x\n" * 5000)
     found = rows(path, most=1000)

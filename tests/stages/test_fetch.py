@@ -143,7 +143,9 @@ def test_long_files_roll_over_and_keep_their_order(many: Path, tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tmp_path: Path) -> None:
+def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file, keys in {"a": [1, 2, 2, 3], "b": [3, 4], "c": [1, 1, 5]}.items():
         write(tmp_path / "raw" / f"{file}.jsonl", [line(f"{file}{n}", key=key) for n, key in enumerate(keys)])
     skip = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key", invalid="skip", license="MIT")]})
@@ -152,6 +154,7 @@ def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tm
     assert kept == [("1", "a0"), ("2", "a1"), ("3", "a3"), ("4", "b1"), ("5", "c2")]
     assert ids(tmp_path / "out" / "rejected") == ["2", "3", "1", "1"]
     assert stats["reasons"] == {"duplicate_id": 4}
+    assert "rejected 4 because an earlier document has the same ID" in " ".join(capsys.readouterr().err.split())
     assert stats["by_source"]["a"] == {
         **{"documents": 5, "bytes": 10, "rejected": 4},
         **{"reasons": {"duplicate_id": 4}, "licenses": {"MIT": 5}},
@@ -185,6 +188,16 @@ def test_licenses_are_counted_and_domains_are_those_of_the_documents(tmp_path: P
         name: {"documents": n, "bytes": n} for name, n in (("code", 1), ("qa", 1), ("web", 2))
     }
     json.dumps(stats)
+
+
+@pytest.mark.parametrize(("field", "told"), [("topic", False), ("topics", True)])
+def test_a_field_for_the_domain_that_no_row_has_is_told(
+    field: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "raw" / "x.jsonl", [line("a", topic="code"), line("b")])
+    config = build(Fetch, {"sources": [jsonl(tmp_path / "raw", domain="web", domain_field=field)]})
+    fetch.run(config, {}, tmp_path / "out")
+    assert ("no row has a text in 'topics', which domain_field names" in capsys.readouterr().err) == told
 
 
 @pytest.mark.slow

@@ -79,10 +79,23 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         faults = {name: count for name, count in state.tally("reasons").items() if read.is_fault(name)}
         if faults:
             info(f"fetch: {state.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
+        _warn_about_domains(state)
     if any(getattr(source, "id_field", None) for source in config.sources):
         _reject_twins(states, out)
+        for state in states:
+            if twins := state.tally("reasons").get(TWIN, 0):
+                what = f"rejected {twins:,} because an earlier document has the same ID; rejected/ says which"
+                info(f"fetch: {state.source.name}: {what}", "yellow")
     _sweep(out, states)
     return _stats(states)
+
+
+def _warn_about_domains(state: "_Taken") -> None:
+    """Say where the field that a source names for the domain is in none of its rows."""
+    source, name = state.source, getattr(state.source, "domain_field", None)
+    if name and state.count("documents") and set(_domains(state.records).to_json()) == {source.domain}:
+        what = f"no row has a text in {name!r}, which domain_field names: all are in domain {source.domain!r}"
+        info(f"fetch: {source.name}: {what}", "yellow")
 
 
 def _is_rejected(item: read.DocumentItem) -> TypeGuard[read.RejectedDocument]:

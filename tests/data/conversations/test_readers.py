@@ -52,6 +52,16 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.parametrize(("field", "told"), [("persona", False), ("personas", True)])
+def test_an_optional_field_that_no_row_has_is_told(
+    field: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([PAIRS[0], PAIRS[1] | {"persona": "a smith"}]))
+    found = read(files(tmp_path / "a.jsonl", system_field=field))
+    assert len(said(found)) == 2
+    assert ("no row that was read has a field 'personas', which system_field" in capsys.readouterr().err) == told
+
+
 def test_the_same_conversations_come_from_every_format(tmp_path: Path) -> None:
     expected = [[row["question"], row["answer"]] for row in PAIRS]
     listed, rows = json.dumps(PAIRS, indent=2).encode(), lines(PAIRS)

@@ -410,27 +410,32 @@ def _of_answers(source: PairFiles | PairHub) -> Iterator[JudgedRow | RejectedRow
         )
 
     named = [str(value) for name, value in source if name.endswith("_field") and value]
-    return readers.capped(source.max_rows, _of_rows(source, {*KNOWN, *named}, read))
+    seen: set[str] = set()
+    yield from readers.capped(source.max_rows, _of_rows(source, {*KNOWN, *named}, read, seen))
+    optional = {"prompt_field": source.prompt_field, "system_field": source.system_field}
+    readers.warn_of_missing(source.name, optional, seen)
 
 
 def _of_solutions(source: ProblemFiles | ProblemHub) -> Iterator[ArithmeticProblem | RejectedRow]:
     def read(row: ChatRow, location: str, id: str) -> ArithmeticProblem | ReadError:
         return read_arithmetic(row, source.question_field, source.answer_field, source.name, location, id)
 
-    return readers.capped(source.max_rows, _of_rows(source, {source.question_field, source.answer_field}, read))
+    return readers.capped(source.max_rows, _of_rows(source, {source.question_field, source.answer_field}, read, set()))
 
 
 def _of_rows(
     source: PairFiles | PairHub | ProblemFiles | ProblemHub,
     fields: Set[str],
     read: Callable[[ChatRow, str, str], T | ReadError],
+    seen: set[str],
 ) -> Iterator[T | RejectedRow]:
-    """The result of `read` for each row, given the row, its location and its id."""
+    """The result of `read` for each row, its location and its ID; the names of its fields are added to `seen`."""
     columns = {name.partition(".")[0] for name in (*fields, *(one.field for one in source.accept))}
     for location, id, row in readers.raw_rows(source.files_read, columns):
         if isinstance(row, ReadError):
             yield RejectedRow(source.name, location, row)
             continue
+        seen.update(row)
         item = first_unmet(source.accept, "", row) or read(row, location, id)
         yield RejectedRow(source.name, location, item, row) if isinstance(item, ReadError) else item
 

@@ -11,7 +11,7 @@ order of the hash of their names.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from bloomery.core.chat import as_message
 from bloomery.core.config import Between, Config, DiskPath, DocumentCount, RowBytes, Seed, packaged, repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import for_files, pa, pq
+from bloomery.core.log import info
 from bloomery.data.chat import formats
 from bloomery.data.chat.filters import ChatFilter
 from bloomery.data.chat.formats import (
@@ -239,7 +240,19 @@ class _File(NamedTuple):
 def conversations(read: Iterable[ChatSourceConfig]) -> Iterator[ChatItem]:
     """Every conversation of every source, up to its cap, or why it is none. Raises DataError as `digest` does."""
     for source in read:
-        yield from capped(source.max_conversations, _items(source))
+        seen: set[str] = set()
+        yield from capped(source.max_conversations, _items(source, seen))
+        if isinstance(source, Shaped):
+            warn_of_missing(
+                source.name, {"context_field": source.context_field, "system_field": source.system_field}, seen
+            )
+
+
+def warn_of_missing(source: str, optional: Mapping[str, str | None], seen: Set[str]) -> None:
+    """Say which of the fields that a source names, and that a row may lack, are in none of the rows that were read."""
+    for key, name in optional.items():
+        if name is not None and name.partition(".")[0] not in seen:
+            info(f"{source}: no row that was read has a field {name!r}, which {key} names", "yellow")
 
 
 def digest(read: Iterable[ChatSourceConfig]) -> str:
@@ -274,14 +287,15 @@ def capped(limit: int | None, items: Iterator[T | RejectedRow]) -> Iterator[T | 
             return
 
 
-def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
+def _items(source: ChatSourceConfig, seen: set[str]) -> Iterator[ChatItem]:
+    """What a source holds; the names of the fields of its rows are added to `seen`."""
     if isinstance(source, ToyChats):
         for number, talk in enumerate(toy_worlds.conversations(source.seed, source.count)):
             messages = [as_message(message) for message in talk.messages()]
             yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
         return
     for file in _files(source):
-        yield from _of_file(file)
+        yield from _of_file(file, seen)
 
 
 def _files(source: Shaped) -> Iterator[_File]:
@@ -337,7 +351,7 @@ def _ending(name: str) -> str | None:
     return ending if ending in ENDINGS and not packed else None
 
 
-def _of_file(file: _File) -> Iterator[ChatItem]:
+def _of_file(file: _File, seen: set[str]) -> Iterator[ChatItem]:
     jsonl = isinstance(file.source, ChatFiles) and file.source.kind == "jsonl"
     ending = ".jsonl" if jsonl else _ending(file.name)
     if ending is None:
@@ -345,11 +359,11 @@ def _of_file(file: _File) -> Iterator[ChatItem]:
     elif ending in (".txt", ".text"):
         yield from _of_text(file)
     elif ending == ".json":
-        yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes))
+        yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes), seen)
     elif ending == ".parquet":
-        yield from _of_rows(file, _parquet(file))
+        yield from _of_rows(file, _parquet(file), seen)
     else:
-        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW))
+        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW), seen)
 
 
 def _of_text(file: _File) -> Iterator[ChatItem]:
@@ -427,7 +441,7 @@ def _text_bytes(value: object) -> int:
     return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]]) -> Iterator[ChatItem]:
+def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]], seen: set[str]) -> Iterator[ChatItem]:
     """Rows as conversations, by the shape of the source, or of the first that has one."""
     source, shape = file.source, file.source.shape
     nodes: list[tuple[int, ChatRow]] = []
@@ -436,6 +450,7 @@ def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]]) -> It
         if isinstance(row, ReadError):
             yield _item(file, ending, None, row)
             continue
+        seen.update(row)
         if (unmet := first_unmet(source.accept, "", row)) is not None:
             yield _item(file, ending, row, unmet)
             continue

@@ -14,7 +14,7 @@ Settings, reading and conditions share one file because they are applied to each
 
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -51,6 +51,11 @@ class FieldIs(Config):
         if self.at_least is None and self.at_most is None and not self.one_of:
             raise ValueError(f"the condition on field {self.field!r} is empty; set at_least, at_most or one_of")
         return self
+
+    @property
+    def asks_for_numbers(self) -> bool:
+        """Whether only numbers meet the condition."""
+        return not self.one_of or all(type(one) is int for one in self.one_of)
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
         value = rows.at(row, self.field)
@@ -441,7 +446,14 @@ def _rows(
     looked_at += [source.url_field, source.license_field]
     if form == "parquet":
         return rows.parquet(path, asked, looked_at)
-    return rows.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes, asked, looked_at)
+    cells = rows.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes, asked, looked_at)
+    numbers = {one.field for one in source.accept if isinstance(one, FieldIs) and one.asks_for_numbers} - {*asked}
+    return ((number, row if isinstance(row, ReadError) else _with_numbers(row, numbers)) for number, row in cells)
+
+
+def _with_numbers(row: dict[str, Any], names: Set[str]) -> dict[str, Any]:
+    """A row of a table whose cells are all text, with the numbers that the cells of these names spell."""
+    return row | {name: rows.spelled_number(row[name]) for name in names & row.keys()}
 
 
 def _row_item(source: TableSource, name: str, row: rows.RowOrError, where: str, url: str | None) -> DocumentItem:

@@ -157,6 +157,17 @@ def number(value: Any) -> float | None:
         return None
 
 
+def spelled_number(cell: str) -> int | float | str:
+    """The number that a cell of a table spells, such as 4 or 0.5; the cell itself where it spells none."""
+    if NUMBER.fullmatch(cell) is None:
+        return cell
+    return int(cell) if WHOLE.fullmatch(cell) else float(cell)
+
+
+NUMBER, WHOLE = (
+    re.compile(r"[+-]?\d{1,300}(\.\d{0,300})?([eE][+-]?\d{1,3})?", re.ASCII),
+    re.compile(r"[+-]?\d+", re.ASCII),
+)
 BATCH_BYTES, ROWS_PER_BATCH = 2**26, 1_000
 """A batch of parquet rows holds about so many bytes or rows, whichever are fewer."""
 
@@ -276,10 +287,10 @@ def delimited(
     """
     Line number (from 1) and fields by name of every row of a .csv or .tsv file (.gz, .zst); its first row names them.
 
-    RFC 4180, strictly. A quote that is not closed or stands where none may is a problem `not_csv` of its row. So is a
-    row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole is
-    `torn`. A file that lacks one of `columns`, or has two of that name or of an `optional` name, is one problem,
-    `no_column`. Raises DataError where the file cannot be opened.
+    RFC 4180, strictly. A quote that is not closed or stands where none may is a problem `not_csv` of its row, which
+    ends with the next quote. So is a row of too few or too many fields. A row of more than `max_bytes` is `too_long`.
+    A last row that is not whole is `torn`. A file that lacks one of `columns`, or has two of that name or of an
+    `optional` name, is one problem, `no_column`. Raises DataError where the file cannot be opened.
     """
     feed = _Feed(path, max_bytes)
     names: list[str] | None = None
@@ -294,7 +305,8 @@ def delimited(
             yield feed.began, bad.problem
         except csv.Error as error:
             reason = "torn" if feed.ended else "not_csv"
-            yield feed.began, ReadError(reason, feed.began, f"the row that begins on line {feed.began}: {error}")
+            lost = f"line {feed.began}" if feed.last == feed.began else f"lines {feed.began} to {feed.last}"
+            yield feed.began, ReadError(reason, feed.began, f"one row of {lost}: {error}")
         else:
             if cells and names is None:
                 names = cells
@@ -335,6 +347,8 @@ class _Feed:
         self._row_bytes = 0
         self.began = 0
         """Number of the line on which the present row began."""
+        self.last = 0
+        """Number of the last line that was read."""
         self.ended = False
 
     def next_row(self) -> None:
@@ -349,7 +363,7 @@ class _Feed:
             self.ended = True
             raise StopIteration
         number, line = item
-        self.began = self.began or number
+        self.began, self.last = self.began or number, number
         if isinstance(line, ReadError):
             raise _BadLineError(line)
         self._row_bytes += len(line)
