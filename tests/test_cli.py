@@ -555,7 +555,7 @@ def test_streams_that_are_full_or_closed_are_no_fault_of_ours_and_end_no_run(
 def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Path) -> None:
     """Else what a library writes to descriptor 2 lands in a checkpoint."""
     code = (
-        "from bloomery.core import log; log.open_closed(); import os; f = open('a', 'w'); "
+        "from bloomery.core import errors; errors.open_closed(); import os; f = open('a', 'w'); "
         "os.write(2, b'noise'); os.write(1, b'noise'); f.write(str(f.fileno())); import sys; sys.stdin.read()"
     )
     subprocess.run(
@@ -565,7 +565,7 @@ def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Pat
 
 
 def test_what_the_encoding_of_stdout_lacks_is_shown_as_its_number() -> None:
-    code = "from bloomery.core import log; log.show_every_character(); print('\\xe4 \\udcff')"
+    code = "from bloomery.core import errors; errors.show_every_character(); print('\\xe4 \\udcff')"
     words, surroundings = [sys.executable, "-c", code], {**os.environ, "PYTHONIOENCODING": "ascii"}
     assert subprocess.run(words, check=True, capture_output=True, env=surroundings).stdout == b"\\xe4 \\udcff\n"
 

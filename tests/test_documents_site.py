@@ -32,7 +32,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-reference, drawings, site = script("reference"), script("drawings"), script("site")
+reference, drawings, site, planned = script("reference"), script("drawings"), script("site"), script("planned")
 
 
 def text(name: str) -> str:
@@ -46,6 +46,14 @@ def test_every_generated_page_is_as_the_code_is() -> None:
     """`python scripts/reference.py --write` brings them up to date."""
     stale = [path.name for path, made in reference.generated().items() if path.read_text(encoding="utf-8") != made]
     assert stale == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", planned.PLANS)
+def test_a_plan_that_a_page_quotes_is_what_is_planned_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python scripts/planned.py --write` and `python scripts/readme.py --write` bring the pages up to date."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert planned.differences({name: planned.planned(name)}) == []
 
 
 def test_every_row_of_a_generated_table_stands_on_one_line_with_all_its_cells() -> None:

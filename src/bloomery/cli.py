@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from bloomery import __version__
-from bloomery.core import errors, log
+from bloomery.core import errors
 from bloomery.core.chat import TEMPERATURE, SamplingConfig, TemplateName
 from bloomery.core.errors import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
@@ -94,7 +94,7 @@ def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = Fa
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=brief,
-        description=log.wrapped(f"{brief[0].upper()}{brief[1:]}."),
+        description=errors.wrapped(f"{brief[0].upper()}{brief[1:]}."),
         epilog=f"Example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no command
     )
@@ -407,9 +407,9 @@ def _machine_verbs(verbs: Any) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    log.open_closed()
-    log.show_every_character()
-    with log.checked_output():
+    errors.open_closed()
+    errors.show_every_character()
+    with errors.checked_output():
         return _main(words)
 
 
@@ -421,26 +421,26 @@ def _main(words: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except BloomeryError as error:
-        if isinstance(error, log.OutputError):
-            log.discard(log.STDOUT)
-        log.tell(f"error: {error}")
+        if isinstance(error, errors.OutputError):
+            errors.discard(errors.STDOUT)
+        errors.tell(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        log.tell("interrupted; run the same command again to resume")
+        errors.tell("interrupted; run the same command again to resume")
         return 130
     except Terminated as ended:
         how = "interrupted" if ended.code == INTERRUPTED else "ended as asked"
-        log.tell(f"{how}; run the same command again to resume")
+        errors.tell(f"{how}; run the same command again to resume")
         return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
-        log.discard(log.STDOUT)
+        errors.discard(errors.STDOUT)
         return 0
     except Exception as error:
         if (short := errors.as_error(error)) is not None:
-            log.tell(str(short))
+            errors.tell(str(short))
             errors.skip_teardown_after_import(error, 2)
             return 2
-        log.tell(f"{traceback.format_exc()}This is a bug in Bloomery, not your mistake. The lines above say where.")
+        errors.tell(f"{traceback.format_exc()}This is a bug in Bloomery, not your mistake. The lines above say where.")
         return 1
 
 
@@ -469,6 +469,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    from bloomery.core import log
     from bloomery.hw import launcher
 
     launcher.adopt()
@@ -540,7 +541,7 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps(stages_plan.mesh_facts(recipe.name, mesh)) if options.json else "\n".join(text))
         return 0 if mesh.fits else 2
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
-    text = [*stages_plan.lines(facts, plans), "", *(log.wrapped(line) for line in stages_plan.verdict(plans))]
+    text = [*stages_plan.lines(facts, plans), "", *(errors.wrapped(line) for line in stages_plan.verdict(plans))]
     runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
     text += stages_plan.next_command(words, options.settings, runs, wish, plans, facts)
     print(json.dumps(facts) if options.json else "\n".join(text))
@@ -604,7 +605,7 @@ def clean(options: argparse.Namespace) -> int:
 
 def data(options: argparse.Namespace) -> int:
     from bloomery.core import config
-    from bloomery.core.log import info
+    from bloomery.core.log import duration, info
     from bloomery.recipe import Recipe
     from bloomery.stages import data_tools
 
@@ -633,7 +634,7 @@ def data(options: argparse.Namespace) -> int:
     for reason, count in sorted(result["reasons"].items(), key=lambda pair: (-pair[1], pair[0])):
         print(f"{count:>12,}   {reason}")
     where = options.out / ("shards" if options.what == "tokenize" else "kept")
-    info(f"{where}: done in {log.duration(result['seconds'])}")
+    info(f"{where}: done in {duration(result['seconds'])}")
     return 0
 
 

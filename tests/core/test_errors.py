@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from bloomery.core import errors, log
+from bloomery.core import errors
 from bloomery.core.errors import BloomeryError, shorten
 
 
@@ -64,7 +64,7 @@ def test_a_long_value_in_quotes_is_shortened_and_what_stands_around_it_is_whole(
 
 def test_what_a_terminal_would_obey_is_shown_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.readable("a\x1b[2J\r\x9b\x7f\tb\nä\udcff") == "a\\x1b[2J\\x0d\\x9b\\x7f\tb\nä\\udcff"
-    log.tell("\x1b[2Jesc.jsonl")
+    errors.tell("\x1b[2Jesc.jsonl")
     assert capsys.readouterr().err == "\\x1b[2Jesc.jsonl\n"
 
 
@@ -75,6 +75,6 @@ def test_a_terminal_obeys_nothing_that_is_printed_and_a_file_gets_every_byte(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdout", out)
-    with log.checked_output():
+    with errors.checked_output():
         print("an answer \x1b[2J")
     assert out.getvalue() == ("an answer \\x1b[2J\n" if is_terminal else "an answer \x1b[2J\n")

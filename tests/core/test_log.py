@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bloomery.core import log
-from bloomery.core.errors import DataError, RunError
+from bloomery.core.errors import COLUMNS, DataError, RunError
 from bloomery.core.log import Metrics, info, kept, progress, read_metrics
 
 
@@ -67,7 +67,7 @@ def test_a_live_line_is_made_of_whole_parts_and_a_wider_one_has_those_of_a_narro
         with progress("pretrain", "steps", 300) as meter:
             meter.at(275, tokens_per_second=135_800, loss=0.4938, margin=1.25)
         line = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rstrip())[-1].rstrip()
-        assert len(line) <= min(width, log.COLUMNS)
+        assert len(line) <= min(width, COLUMNS)
         shown.append(re.sub(r"[\d.]+ s left", "time", line)[2:])
     parts = [set(re.split(r" {2,}", re.sub(r"[━╸╺]+", "bar", line))) for line in shown]
     assert all(narrow <= wide for narrow, wide in pairwise(parts))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bloomery.core import config, log
+from bloomery.core import config, errors, log
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.log import about
 from bloomery.core.pipeline import StagePlan
@@ -234,10 +234,10 @@ def test_the_home_folder_can_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("line", ["/temperature 1", "a"])
 def test_an_output_that_cannot_be_written_ends_the_chat(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise log.OutputError("cannot be written", where="standard output")
+        raise errors.OutputError("cannot be written", where="standard output")
 
     monkeypatch.setattr(log, "print_pieces" if line == "a" else "info", refuse)
-    with pytest.raises(log.OutputError):
+    with pytest.raises(errors.OutputError):
         Talk(monkeypatch, line)
 
 

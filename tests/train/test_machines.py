@@ -38,13 +38,13 @@ SETTINGS: dict[str, Any] = {
 TRAIN = """
 import json, sys
 sys.path.insert(0, "ROOT")
-from bloomery.core import log
+from bloomery.core import errors, log
 from bloomery.core.errors import BloomeryError
 from bloomery.train import launch
 try:
     launch.by_first_process(lambda: launch.run(sys.argv[1], json.loads(sys.argv[2]), 1))
 except BloomeryError as error:
-    log.tell(f"error: {error}")
+    errors.tell(f"error: {error}")
     sys.exit(2)
 """
 SSH = """#!/bin/sh

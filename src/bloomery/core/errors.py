@@ -6,15 +6,22 @@ and exits 2. A message shows at most 200 characters of a value: the code that sh
 `BloomeryError` bounds every message.
 
 `as_error` recognizes errors that mean too little memory, processes or threads by their words, and imports nothing.
+
+A caller may close the three standard streams, or put a full disk behind them. A result that cannot be written to
+stdout is an error.
 """
 
 import atexit
 import errno
+import io
 import os
 import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 if sys.platform != "win32":
     import resource
@@ -216,3 +223,103 @@ def _kind(error: BaseException) -> tuple[str, ...] | None:
     if isinstance(error, SystemError) and any(words in text for words in UNSAID):
         return MEMORY if near_limit() else None
     return next((words for words in (MEMORY, THREADS) if any(word in text for word in words)), None)
+
+
+# --- the standard streams -------------------------------------------------------------------------------------------
+
+
+COLUMNS = 80
+"""The longest line of a terminal, however wide it is."""
+
+
+def wrapped(text: str, indent: str = "", width: int = COLUMNS) -> str:
+    """Each line of a text broken between words, but not before a unit; its further lines are indented."""
+    glued = re.sub(UNIT, "\\1\N{NO-BREAK SPACE}\\2", text)
+    lines = (
+        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+        for line in glued.split("\n")
+    )
+    return "\n".join(part for line in lines for part in line).replace("\N{NO-BREAK SPACE}", " ")
+
+
+UNIT = r"(\d) ([kMGT]i?B|TFLOP/s|tokens/s|min|s|h|%)(?!\w)"
+
+
+STDOUT, STDERR = 1, 2
+
+
+class OutputError(BloomeryError):
+    """A result cannot be written to stdout."""
+
+
+def open_closed() -> None:
+    """Let descriptors 0 to 2 that are closed lead nowhere. Else the next file that is opened takes the place of one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # which takes the lowest number that is free
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(STDERR, "w", encoding="utf-8")
+
+
+def show_every_character() -> None:
+    """Let stdout show as its number what its encoding lacks: an accent in ASCII, a byte of a file name in UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def discard(number: int) -> None:
+    """Let a descriptor lead nowhere from now on, for the processes that this one starts too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """While the block runs, what cannot be written to stdout raises OutputError, or BrokenPipeError."""
+    before = sys.stdout
+    sys.stdout = cast(TextIO, CheckedOutput(before))
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+class CheckedOutput:
+    """A stream that raises OutputError, or BrokenPipeError, for what it cannot write."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """As a file's. Names and models' answers may hold sequences that a terminal would obey."""
+        return int(self._call(self.stream.write, readable(text) if self.stream.isatty() else text))
+
+    def flush(self) -> None:
+        self._call(self.stream.flush)
+
+    def _call(self, function: Callable[..., Any], *words: str) -> Any:
+        try:
+            return function(*words)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            what = f"cannot be written: {error.strerror}"
+            raise OutputError(what, where="standard output", hint="Redirect it to a disk with free space.") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def tell(text: str) -> None:
+    """A line for people."""
+    try:
+        print(readable(text), file=sys.stderr, flush=True)
+    except OSError:
+        discard(STDERR)

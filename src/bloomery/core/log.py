@@ -9,19 +9,15 @@ The live line shows as many complete fields as the terminal's width allows, in o
 While a recipe runs (`story`), the terminal gets what `say` says, and warnings. Other `info` lines are details: they
 go to the log files of a run, and to the terminal with `--verbose`.
 
-A caller may close the three standard streams, or put a full disk behind them. A result that cannot be written to
-stdout is an error. A progress line that cannot be written to stderr is dropped, and never ends a run.
+A progress line that cannot be written to stderr is dropped, and never ends a run.
 """
 
-import io
 import json
 import math
 import os
-import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +29,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task
 from rich.table import Table
 from rich.text import Text
 
-from bloomery.core.errors import BloomeryError, DataError, readable, shorten
+from bloomery.core.errors import COLUMNS, STDERR, CheckedOutput, DataError, discard, readable, shorten, wrapped
 from bloomery.core.io import disk_errors, named_where_not_finite, open_regular, parse_json, read_regular, whole_file
 
 MetricNumber = float | int
 """Counts are whole and rates are not; a checker at run time tells the two apart."""
 
-COLUMNS = 80
-"""The longest line of a terminal, however wide it is."""
 NARROW, WIDE = 8, 24
 """Of the bar, in columns: with less it is left out, and more it does not take."""
 NAME = 10
@@ -180,87 +174,10 @@ class Live(Progress):
         ]
 
 
-STDOUT, STDERR = 1, 2
-
-
-class OutputError(BloomeryError): ...
-
-
-def open_closed() -> None:
-    """Let descriptors 0 to 2 that are closed lead nowhere. Else the next file that is opened takes the place of one."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # which takes the lowest number that is free
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, encoding="utf-8")
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(STDERR, "w", encoding="utf-8")
-
-
-def show_every_character() -> None:
-    """Let stdout show as its number what its encoding lacks: an accent in ASCII, a byte of a file name in UTF-8."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def discard(number: int) -> None:
-    """Let a descriptor lead nowhere from now on, for the processes that this one starts too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, number)
-    os.close(nowhere)
-
-
-@contextmanager
-def checked_output() -> Iterator[None]:
-    """While the block runs, what cannot be written to stdout raises OutputError, or BrokenPipeError."""
-    before = sys.stdout
-    sys.stdout = cast(TextIO, _Output(before))
-    try:
-        yield
-    finally:
-        sys.stdout = before
-
-
 def screen() -> Console:
     """The terminal behind stdout, for text that has passed `readable`."""
-    stream = sys.stdout.stream if isinstance(sys.stdout, _Output) else sys.stdout
+    stream = sys.stdout.stream if isinstance(sys.stdout, CheckedOutput) else sys.stdout
     return Console(file=stream, highlight=False)
-
-
-class _Output:
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        """As a file's. Names and models' answers may hold sequences that a terminal would obey."""
-        return int(self._call(self.stream.write, readable(text) if self.stream.isatty() else text))
-
-    def flush(self) -> None:
-        self._call(self.stream.flush)
-
-    def _call(self, function: Callable[..., Any], *words: str) -> Any:
-        try:
-            return function(*words)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            what = f"cannot be written: {error.strerror}"
-            raise OutputError(what, where="standard output", hint="Redirect it to a disk with free space.") from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def tell(text: str) -> None:
-    """A line for people."""
-    try:
-        print(readable(text), file=sys.stderr, flush=True)
-    except OSError:
-        discard(STDERR)
 
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -368,19 +285,6 @@ def fitted(text: str, indent: str) -> str:
     if not console.is_terminal:
         return text
     return wrapped(text, indent, max(min(console.width, COLUMNS), 2 * NAME + len(indent)))
-
-
-def wrapped(text: str, indent: str = "", width: int = COLUMNS) -> str:
-    """Each line of a text broken between words, but not before a unit; its further lines are indented."""
-    glued = re.sub(UNIT, "\\1\N{NO-BREAK SPACE}\\2", text)
-    lines = (
-        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
-        for line in glued.split("\n")
-    )
-    return "\n".join(part for line in lines for part in line).replace("\N{NO-BREAK SPACE}", " ")
-
-
-UNIT = r"(\d) ([kMGT]i?B|TFLOP/s|tokens/s|min|s|h|%)(?!\w)"
 
 
 def _print(text: Text) -> None:

@@ -38,9 +38,9 @@ from typing_extensions import TypedDict
 from bloomery.core import cache, extras, native
 from bloomery.core import io as core_io
 from bloomery.core.config import Config, packages, paths, plain, to_toml
-from bloomery.core.errors import DataError, MissingPackageError, RunError, UnreachableError
+from bloomery.core.errors import COLUMNS, DataError, MissingPackageError, RunError, UnreachableError
 from bloomery.core.io import MANIFEST
-from bloomery.core.log import COLUMNS, console, duration, info, say, stage_line
+from bloomery.core.log import console, duration, info, say, stage_line
 from bloomery.core.records import (
     CURRENT,
     NOT_DONE,

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bloomery.core import errors, log
+from bloomery.core import errors
 from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError, HardwareError, RunError
 from bloomery.core.signals import Terminated
@@ -558,7 +558,7 @@ class LifeWatch:
         if folder := os.environ.get(launcher.TASK_FOLDER):
             core_io.write_json(Path(folder) / f"{self._world.rank}.json", {"error": error_facts(error)})
         else:
-            log.tell(f"error: {error}")
+            errors.tell(f"error: {error}")
         os._exit(2)
 
 

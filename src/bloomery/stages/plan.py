@@ -19,9 +19,9 @@ import numpy
 
 from bloomery.core import cache, pipeline, records
 from bloomery.core.config import nested, paths, plain
-from bloomery.core.errors import ConfigError
+from bloomery.core.errors import ConfigError, wrapped
 from bloomery.core.io import MANIFEST, whole_file
-from bloomery.core.log import about, wrapped
+from bloomery.core.log import about
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
 from bloomery.data.chat import readers

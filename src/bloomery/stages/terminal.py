@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from bloomery.core import log
+from bloomery.core import errors, log
 from bloomery.core.chat import LIMITS, Message, SamplingConfig, lone_surrogate
 from bloomery.core.errors import BloomeryError, ConfigError, readable
 from bloomery.core.log import SAMPLES, about, counted, duration, percent, read_metrics, say, short, size
@@ -508,7 +508,7 @@ class TerminalChat:
                     return
                 lines = []
                 self._obey(text)
-            except log.OutputError:  # nobody can read the rest
+            except errors.OutputError:  # nobody can read the rest
                 raise
             except BloomeryError as error:
                 log.info(str(error))
@@ -544,7 +544,7 @@ class TerminalChat:
             if not said:
                 self._take_back(text)
                 return
-        except log.OutputError:
+        except errors.OutputError:
             raise
         except BloomeryError as error:
             if said:

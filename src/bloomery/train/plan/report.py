@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bloomery.core.log import about, counted, wrapped
+from bloomery.core.errors import wrapped
+from bloomery.core.log import about, counted
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
