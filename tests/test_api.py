@@ -125,7 +125,7 @@ def test_the_options_of_a_model_are_those_of_the_server_with_their_defaults(load
     [
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"seed": "1"}, "seed"),
         ({"stop": ""}, "stop"),
         ({"beam": 2}, "beam"),

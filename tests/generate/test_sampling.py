@@ -51,7 +51,7 @@ def chances(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_value_out_of_its_limits_is_an_error_with_its_name(name: str) -> None:
     low, high = LIMITS[name]
-    floats = {"temperature": [math.nan], **{share: [0.0, math.nan] for share in ABOVE_ZERO}}
+    floats = {"temperature": [math.nan], "top_p": [math.nan], **{share: [0.0, math.nan] for share in ABOVE_ZERO}}
     for value in (low - 1, high + 1, *floats.get(name, [])):
         setting: dict[str, Any] = {name: value}
         with pytest.raises(DataError, match=f"{name}: must be .* and at most .*, got"):
@@ -80,7 +80,9 @@ def support(found: list[float], top_k: int, top_p: float) -> list[int]:
 
 
 @settings(max_examples=60)
-@given(scores, st.integers(0, 10), st.sampled_from([1e-9, 0.1, 0.3, 0.505, 0.7, 0.9, 0.999, 1.0]), st.integers(0, 99))
+@given(
+    scores, st.integers(0, 10), st.sampled_from([0.0, 1e-9, 0.1, 0.3, 0.505, 0.7, 0.9, 0.999, 1.0]), st.integers(0, 99)
+)
 def test_only_the_top_k_and_of_these_the_top_p_are_ever_drawn(
     found: list[float], top_k: int, top_p: float, seed: int
 ) -> None:

@@ -259,16 +259,22 @@ def test_a_prompt_that_fills_the_context_is_refused_before_any_work() -> None:
     [
         ([], "there are none"),
         ([{"role": "assistant", "content": "b"}], "the last one is from the assistant"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
-            "the last one is from the system",
-        ),
+        ([{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}], "the last one is from the critic"),
     ],
 )
 def test_a_conversation_that_cannot_be_answered_is_refused(messages: list[Any], what: str) -> None:
     model, _ = answerer([END])
     with pytest.raises(DataError, match=what):
         model.answer(messages, SamplingConfig())
+
+
+@pytest.mark.parametrize("before", [[], ASK])
+def test_a_message_of_the_system_alone_or_at_the_end_is_answered(before: list[Message]) -> None:
+    model, scheduler = answerer([*b"yes", END])
+    messages: list[Message] = [*before, {"role": "system", "content": "Greet."}]
+    assert "".join(model.answer(messages, SamplingConfig()).texts) == "yes"
+    assert scheduler.asked is not None
+    assert bytes(scheduler.asked.ids).endswith(b"Greet.")
 
 
 def test_no_message_of_the_system_is_left_out_wherever_it_stands() -> None:

@@ -210,7 +210,7 @@ def test_an_unknown_model_is_answered_with_those_that_there_are(site: Site) -> N
         ("truncation", "newest"),
         ("best_off", 3),
         ("temperature", -1),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", 2**24 + 1),
         ("max_tokens", 2**24 + 1),

@@ -114,7 +114,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "seed": (-MAX_SEED - 1, MAX_SEED),
 }
 """The least and the largest value of each number. A server and a recipe may take less."""
-ABOVE_ZERO = ("top_p", "typical_p")
+ABOVE_ZERO = ("typical_p",)
 """Shares of which 0 would leave no token."""
 
 
@@ -133,7 +133,7 @@ class SamplingConfig:
     top_k: int = 0
     """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the fewest tokens whose probabilities reach p; above 0."""
+    """Sample from the fewest tokens whose probabilities reach p; 0: take the most likely one."""
     min_p: float = 0.0
     """Sample from the tokens whose probability is at least this share of the highest; 0: from all."""
     typical_p: float = 1.0

@@ -33,7 +33,7 @@ import torch
 AnswerEnd = Literal["stop", "length", "tool_calls"]
 """Why an answer ended: the model ended it (or a stop string did), there was no room for more, or it calls tools."""
 
-ANSWERED_ROLES = ("user", "tool")
+ANSWERED_ROLES = ("user", "tool", "system")
 MAX_CHOICES, MAX_SEQUENCES = 16, 64
 """Answers to one prompt, and to all prompts of a request."""
 SCORED = 256
@@ -728,5 +728,5 @@ def check_conversation(messages: Sequence[Message]) -> None:
     asked = messages[:-1] if begins else messages
     if not asked or asked[-1]["role"] not in ANSWERED_ROLES:
         what = f"the last one is from the {asked[-1]['role']}" if asked else "there are none"
-        hint = "A conversation ends with a message of the user or a tool, or the beginning of an answer to it."
+        hint = "End it with a message of the user, a tool or the system, or with the beginning of an answer to it."
         raise DataError(what, where="messages", hint=hint)

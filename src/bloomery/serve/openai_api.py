@@ -217,7 +217,7 @@ class SamplingRequest(WireRequest):
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, FewFields] | None = None
     temperature: Annotated[float, _number("temperature", high=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, _number("top_p")] | None = None
     top_k: Annotated[int, _number("top_k", low=-1)] | None = None
     """-1 is 0, as in vLLM: no limit."""
     min_p: Annotated[float, _number("min_p")] | None = None
