@@ -12,24 +12,38 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "planned.json"
 TOLERANCE = 0.01
 """Other versions of torch round tensors to other sizes."""
 GPT2, TINYSTORIES, PLASMA = (f"recipes/{name}.toml" for name in ("gpt2-124m", "tinystories", "plasma-235m"))
-PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt-mixed": (GPT2, {"device": "9070xt"}),
-    "tiny-mixed": (TINYSTORIES, {"device": "9070xt"}),
-    "gpt-navi": (GPT2, {"device": "7900xtx"}),
-    "gpt-laptop": (GPT2, {"device": "rtx-4060-ti-8"}),
-    "plasma-laptop": (PLASMA, {"memory_bytes": 8 * 2**30}),
-    "gpt-instinct": (GPT2, {"device": "mi300x"}),
-    "gpt-instincts": (GPT2, {"device": "mi300x", "devices": 8, "price": 16.0, "power_watts": 6000.0}),
-    "tiny-apple": (TINYSTORIES, {"device": "apple-m4", "memory_bytes": 16 * 2**30}),
-    "gpt-ada": (GPT2, {"device": "rtx-4090"}),
-    "gpt-halo": (GPT2, {"device": "strix-halo-128"}),
+
+
+class Plan(NamedTuple):
+    recipe: str
+    wish: dict[str, Any]
+    """Arguments of `bloomery.plan`."""
+    quoted: tuple[str, ...]
+    """What the pages quote of it, by the names of `plans` in readme.py."""
+
+
+PLANS = {
+    "gpt-mixed": Plan(GPT2, {"device": "9070xt"}, ("peak", "sequences", "speed", "time")),
+    "tiny-mixed": Plan(TINYSTORIES, {"device": "9070xt"}, ("peak", "sequences", "speed", "time")),
+    "gpt-navi": Plan(GPT2, {"device": "7900xtx"}, ("peak", "usable", "sequences", "speed", "time")),
+    "gpt-laptop": Plan(GPT2, {"device": "rtx-4060-ti-8"}, ("peak", "usable", "sequences", "time")),
+    "plasma-laptop": Plan(PLASMA, {"memory_bytes": 8 * 2**30}, ("peak", "usable", "sequences")),
+    "gpt-instinct": Plan(GPT2, {"device": "mi300x"}, ("peak", "usable", "speed", "time")),
+    "gpt-instincts": Plan(
+        GPT2,
+        {"device": "mi300x", "devices": 8, "price": 16.0, "power_watts": 6000.0},
+        ("peak", "speed", "time", "cost", "energy"),
+    ),
+    "tiny-apple": Plan(TINYSTORIES, {"device": "apple-m4", "memory_bytes": 16 * 2**30}, ("speed", "time")),
+    "gpt-ada": Plan(GPT2, {"device": "rtx-4090"}, ("peak", "usable", "speed", "time")),
+    "gpt-halo": Plan(GPT2, {"device": "strix-halo-128"}, ("peak", "sequences", "speed", "time")),
 }
 KEPT = ("peak_bytes", "usable_bytes", "tokens_per_second", "seconds", "cost", "kilowatt_hours")
 
@@ -51,8 +65,8 @@ def planned(name: str) -> dict[str, float | None]:
     """The numbers of one plan that pages quote. None for a time where the speed of the device is not known."""
     import bloomery
 
-    recipe, wish = PLANS[name]
-    facts = bloomery.plan(ROOT / recipe, runs=ROOT / "runs" / "planned", **wish)["pretrain"]
+    plan = PLANS[name]
+    facts = bloomery.plan(ROOT / plan.recipe, runs=ROOT / "runs" / "planned", **plan.wish)["pretrain"]
     return {key: facts[key] for key in KEPT} | {"sequences": facts["choice"]["rows"]}
 
 

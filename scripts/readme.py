@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planned import PLANS
 from tree import between
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DO = ROOT / "docs" / "do"
-PAGES = (README, DO / "plan-cost-and-time.md", *(path for path in sorted(DO.glob("train-on-*.md"))))
+PAGES = (README, DO / "plan-cost-and-time.md", *sorted(DO.glob("train-on-*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- =(?P<name>[a-z-]+) -->)(?P<value>[^<]*)(<!-- / -->)")
 
@@ -74,50 +75,32 @@ def numbers() -> dict[str, str]:
     minutes = sorted(round(one["seconds"] / 60) for one in demos)
     percents = sorted(round(100 * one["answers"]["exact"]) for one in demos)
     film = re.search(r"make demo · (\d+) min", (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8"))
-    return (
-        cpu_hours()
-        | plans()
-        | {
-            "demo-minutes": f"{minutes[0]} to {minutes[-1]} minutes",
-            "demo-recorded": f"{film[1] if film else '?'} minutes",
-            "demo-gpu": f"{gpu['seconds']} seconds",
-            "demo-right": f"{percents[0]} to {percents[-1]} %",
-            "demo-right-gpu": gpu["right"].partition(" of ")[0],
-            "demo-questions": str(right["n"]),
-            "answers-text": f"{answers['pretrain']['tokens'] / 1e6:.1f} million",
-            "answers-conversations": f"{answers['finetune']['tokens'] / 1e6:.1f} million",
-            "answers-minutes": f"{(answers['seconds']['pretrain'] + answers['seconds']['finetune']) / 60:.0f} minutes",
-            "answers-ended": f"{100 * answers['conversations']['finetune']['ended']['value']:.0f} %",
-            "answers-bits": f"{answers['bits_per_byte']['model']:.2f}",
-            "answers-xz": f"{answers['bits_per_byte']['xz']:.2f}",
-            "target-seconds": f"{target['ours']['value']:.0f} CPU seconds",
-            "target-whole": f"{target['notes']['seconds']['longer']:.0f} CPU seconds",
-            "target-tokens": f"{target_tokens / 1e6:.1f} million",
-            "target-peer": f"{target['notes']['seconds']['nanogpt_bfloat16']:.0f}",
-            "step-default": shares("huggingface", "nanogpt"),
-            "step-bfloat": shares("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept"),
-            "dedup-rates": f"{min(rates):.0f} to {max(rates):.0f} MB/s",
-            "dedup-small": f"{dedup['ours']['value']:.1f} MB/s",
-            "dedup-peer": f"{dedup['peers']['datatrove']['value']:.2f} MB/s",
-            "kills": f"{kills['ours']['value']} times",
-            "kill-files": f"{kills['notes']['files_compared']} output files",
-        }
-    )
-
-
-PLANNED = {
-    "gpt-mixed": ("peak", "sequences", "speed", "time"),
-    "tiny-mixed": ("peak", "sequences", "speed", "time"),
-    "gpt-navi": ("peak", "usable", "sequences", "speed", "time"),
-    "gpt-laptop": ("peak", "usable", "sequences", "time"),
-    "plasma-laptop": ("peak", "usable", "sequences"),
-    "gpt-instinct": ("peak", "usable", "speed", "time"),
-    "gpt-instincts": ("peak", "speed", "time", "cost", "energy"),
-    "tiny-apple": ("speed", "time"),
-    "gpt-ada": ("peak", "usable", "speed", "time"),
-    "gpt-halo": ("peak", "sequences", "speed", "time"),
-}
-"""What the pages quote of each plan of planned.py."""
+    computed = cpu_hours() | plans()
+    return computed | {
+        "demo-minutes": f"{minutes[0]} to {minutes[-1]} minutes",
+        "demo-recorded": f"{film[1] if film else '?'} minutes",
+        "demo-gpu": f"{gpu['seconds']} seconds",
+        "demo-right": f"{percents[0]} to {percents[-1]} %",
+        "demo-right-gpu": gpu["right"].partition(" of ")[0],
+        "demo-questions": str(right["n"]),
+        "answers-text": f"{answers['pretrain']['tokens'] / 1e6:.1f} million",
+        "answers-conversations": f"{answers['finetune']['tokens'] / 1e6:.1f} million",
+        "answers-minutes": f"{(answers['seconds']['pretrain'] + answers['seconds']['finetune']) / 60:.0f} minutes",
+        "answers-ended": f"{100 * answers['conversations']['finetune']['ended']['value']:.0f} %",
+        "answers-bits": f"{answers['bits_per_byte']['model']:.2f}",
+        "answers-xz": f"{answers['bits_per_byte']['xz']:.2f}",
+        "target-seconds": f"{target['ours']['value']:.0f} CPU seconds",
+        "target-whole": f"{target['notes']['seconds']['longer']:.0f} CPU seconds",
+        "target-tokens": f"{target_tokens / 1e6:.1f} million",
+        "target-peer": f"{target['notes']['seconds']['nanogpt_bfloat16']:.0f}",
+        "step-default": shares("huggingface", "nanogpt"),
+        "step-bfloat": shares("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept"),
+        "dedup-rates": f"{min(rates):.0f} to {max(rates):.0f} MB/s",
+        "dedup-small": f"{dedup['ours']['value']:.1f} MB/s",
+        "dedup-peer": f"{dedup['peers']['datatrove']['value']:.2f} MB/s",
+        "kills": f"{kills['ours']['value']} times",
+        "kill-files": f"{kills['notes']['files_compared']} output files",
+    }
 
 
 def plans() -> dict[str, str]:
@@ -133,7 +116,7 @@ def plans() -> dict[str, str]:
             "cost": "" if facts["cost"] is None else f"{facts['cost']:.2f}",
             "energy": "" if facts["kilowatt_hours"] is None else f"{facts['kilowatt_hours']:.1f} kWh",
         }
-        found |= {f"plan-{name}-{field}": shown[field] for field in PLANNED[name]}
+        found |= {f"plan-{name}-{field}": shown[field] for field in PLANS[name].quoted}
     return found
 
 

@@ -448,7 +448,8 @@ def _rows(
         return rows.parquet(path, asked, looked_at)
     cells = rows.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes, asked, looked_at)
     numbers = {one.field for one in source.accept if isinstance(one, FieldIs) and one.asks_for_numbers} - {*asked}
-    return ((number, row if isinstance(row, ReadError) else _with_numbers(row, numbers)) for number, row in cells)
+    named = ((number, row if isinstance(row, ReadError) else _with_numbers(row, numbers)) for number, row in cells)
+    return named if numbers else cells
 
 
 def _with_numbers(row: dict[str, Any], names: Set[str]) -> dict[str, Any]:
