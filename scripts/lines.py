@@ -13,16 +13,16 @@ BUDGET = {
     "(top)": 1_800,
     "core": 4_080,
     "hw": 6_010,
-    "data": 13_515,
+    "data": 13_525,
     "tokenizer": 3_380,
     "shards": 1_690,
     "model": 4_035,
     "weights": 6_575,
-    "train": 10_975,
-    "generate": 2_065,
+    "train": 10_990,
+    "generate": 2_160,
     "evaluation": 4_690,
     "serve": 3_920,
-    "stages": 6_440,
+    "stages": 6_465,
 }
 
 

@@ -45,7 +45,7 @@ def text(name: str) -> str:
 def test_every_generated_page_is_as_the_code_is() -> None:
     """`python scripts/reference.py --write` brings them up to date."""
     stale = [path.name for path, made in reference.generated().items() if path.read_text(encoding="utf-8") != made]
-    assert stale == []
+    assert stale == [], "run: python scripts/reference.py --write"
 
 
 @pytest.mark.slow

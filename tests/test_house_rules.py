@@ -285,7 +285,8 @@ def test_files_fit_on_a_few_screens() -> None:
 def test_packages_stay_within_their_budget_of_lines() -> None:
     budget: dict[str, int] = LINES["BUDGET"]
     counts: dict[str, int] = LINES["lines_by_package"]()
-    report([f"{name}: {count} lines" for name, count in counts.items() if count > budget.get(name, 0)])
+    over = {name: count for name, count in counts.items() if count > budget.get(name, 0)}
+    report([f"{name}: {n} lines of {budget.get(name, 0)}, in BUDGET of scripts/lines.py" for name, n in over.items()])
 
 
 def test_functions_fit_on_a_screen() -> None:

@@ -1,7 +1,9 @@
 """
 The command line: verbs, options and their help. The only argv, and the only exit code.
 
-    0 done · 1 a bug of Bloomery · 2 the user can fix it · 130 interrupted · 143 asked to end
+    0 done · 1 a bug of Bloomery · 2 the user can fix it · 130 interrupted once · 143 asked to end
+
+A second Ctrl-C ends the process by the signal itself.
 
 `doctor` also exits with 1 where something works, but is not as it should be. Imports stand inside the verbs, so that
 `--help` and `status` start at once.
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
 SETTINGS = "settings that override the recipe, as TOML: pretrain.steps=100 'filter.rules=[]'"
-INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
+INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, json, parquet, csv, WARC (.gz and .zst too)"
 DATA_SETTINGS = "settings of this recipe section, as TOML: 'rules=[{kind=\"gopher\"}]'"
 DATA = {
     "filter": ("keep documents that pass the rules; write the others to dropped/, with reasons", "crawl/ --out clean"),
@@ -506,7 +508,7 @@ def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember:
     if options.hosts:
         return hosts.start(shlex.split(_again(options, stages=True, ranks=True))[1:], options.hosts)
 
-    @ending_on_sigterm()  # of several ranks only here: a rank that waits for others in compiled code would not end
+    @ending_on_sigterm()  # a rank that waits for others in compiled code does not end, so ranks themselves do without
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
         root = options.runs / recipe.name

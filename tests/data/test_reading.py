@@ -13,7 +13,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data.documents import SCHEMA
 from bloomery.data.readers.read import RejectedDocument, format_of, row_of
-from bloomery.data.sources.local import Csv, Folder, Jsonl, Parquet, read
+from bloomery.data.sources.local import AnyFiles, Csv, Folder, Jsonl, Parquet, read
 from tests.data.made_poison import MOST_BYTES, POISONED_LINES, line
 
 LINES = st.lists(st.one_of(st.text(min_size=1, max_size=20).filter(str.strip), st.sampled_from([*POISONED_LINES])))
@@ -51,6 +51,26 @@ def test_a_poisoned_line_stops_a_source_that_says_so_and_is_named(tmp_path: Path
     with pytest.raises(DataError, match=r"(?s)x\.jsonl:2: .*set invalid = \"skip\" in source 'rows'") as caught:
         told(jsonl(path, max_document_bytes=MOST_BYTES, invalid="error"))
     assert ("max_document_bytes" in str(caught.value)) == (POISONED_LINES[poison] == "too_long")
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.json.gz"])
+def test_a_json_file_holds_a_list_of_objects_or_a_line_for_each_and_long_elements_name_their_setting(
+    tmp_path: Path, name: str
+) -> None:
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    objects = [{"text": "one"}, {"text": "two\nlines"}, {"text": "long " * 40}]
+    listed, lines = json.dumps(objects, indent=1), "\n".join(map(json.dumps, objects))
+    for text in (listed, lines):
+        (tmp_path / name).write_bytes(pack(text.encode()))
+        for source in (
+            jsonl(tmp_path / name, max_document_bytes=150),
+            AnyFiles(name="rows", domain="web", path=tmp_path, max_document_bytes=150),
+        ):
+            found = list(read(source))
+            assert [i["text"] for i in found if not isinstance(i, RejectedDocument)] == ["one", "two\nlines"]
+            (rejected,) = (i for i in found if isinstance(i, RejectedDocument))
+            assert rejected.problem.reason == "too_long"
+            assert "max_document_bytes = 150" in rejected.problem.what
 
 
 def test_by_default_rows_and_long_documents_are_rejected_and_files_that_are_torn_or_no_text_stop(

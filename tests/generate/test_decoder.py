@@ -88,7 +88,9 @@ def logits(packed: Decoder, ids: Sequence[int], cuts: Sequence[int] = ()) -> Ten
     parts = []
     for begin, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
         some = range(begin, end)
-        parts.append(packed.step(ids[begin:end], [0] * len(some), some, pages, memory, range(len(some))))
+        found, finite = packed.step(ids[begin:end], [0] * len(some), some, pages, memory, range(len(some)))
+        assert finite
+        parts.append(found)
     return torch.cat(parts)
 
 
@@ -99,6 +101,10 @@ def far(got: Tensor, right: Tensor) -> float:
 def right(model: Transformer, ids: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         return model.logits(model(torch.tensor([list(ids)])))[0]
+
+
+def test_the_families_have_every_kind_of_feed_forward_that_is_packed() -> None:
+    assert {kind for config in KINDS.values() for kind in config.mlp} == set(decoder.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -135,8 +141,10 @@ def test_bits_do_not_depend_on_the_other_sequences_of_a_step(format: str) -> Non
     sequence = [row for row, one in enumerate(asked) for _ in one]
     position = [at for one in asked for at in range(len(one))]
     ends = [sum(map(len, asked[: row + 1])) - 1 for row in range(len(asked))]
-    together = packed.step(ids, sequence, position, pages, memory, ends)
-    next_ones = packed.step([3] * len(asked), range(len(asked)), [len(one) for one in asked], pages, memory, range(7))
+    together, _ = packed.step(ids, sequence, position, pages, memory, ends)
+    next_ones, _ = packed.step(
+        [3] * len(asked), range(len(asked)), [len(one) for one in asked], pages, memory, range(7)
+    )
     for row, one in enumerate(asked):
         alone = logits(packed, [*one, 3])
         assert torch.equal(together[row], alone[-2])

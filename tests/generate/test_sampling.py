@@ -309,6 +309,15 @@ def test_a_gpu_chooses_for_all_rows_at_once_what_each_gets_alone(monkeypatch: py
             assert choose_each(logits, [TokenSampler(how, seed=row) for row, how in enumerate(rows)]) == alone
 
 
+def test_a_gpu_that_is_to_give_the_same_bits_leaves_sampling_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, how = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), SamplingConfig(top_p=0.8)
+    alone = [TokenSampler(how, seed=row).choose(logits[row]) for row in range(3)]
+    monkeypatch.setattr(devices, "is_gpu", lambda device: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr("bloomery.generate.sampling._choose_together", None)
+    assert choose_each(logits, [TokenSampler(how, seed=row) for row in range(3)]) == alone
+
+
 @pytest.mark.parametrize(
     ("bias", "told"),
     [

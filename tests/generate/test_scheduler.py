@@ -52,7 +52,7 @@ def steps_of(on: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     assert on.decoder is not None
     steps, step = list[int](), on.decoder.step
 
-    def counted(ids: Sequence[int], *rest: Any) -> Tensor:
+    def counted(ids: Sequence[int], *rest: Any) -> tuple[Tensor, bool]:
         steps.append(len(ids))
         return step(ids, *rest)
 

@@ -147,7 +147,8 @@ def largest_error(model: Transformer, lengths: Sequence[int], ends_after: int) -
 def test_a_static_step_computes_the_logits_of_whole_passes(name: str) -> None:
     error, batch = largest_error(lively(CHOICES[name]), [1, 9, 4], ends_after=3)
     assert error <= LIMIT
-    assert list(batch.step.graphs) == [16, 32, 40]  # powers of two, and then all that there is
+    assert batch.step.num_rows == 1, "the longest text is left alone"
+    assert list(batch.step.graphs)[-1] == 40, "all that there is, after powers of two"
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def any_config(seed: int) -> ModelConfig:
         "head_dim": one(None, 6, 10),
         "attention": attention,
         "sliding_window": cycle("full", 3, 9),
-        "mlp": cycle("swiglu", "geglu", "gelu", "gelu_tanh", "relu2"),
+        "mlp": cycle("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"),
         "position_embedding": positions,
         "rope_scaling": scaling if positions == "rope" else None,
         "norm": one("rmsnorm", "layernorm"),

@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 
-from bloomery.model.layers import MLP, ROWS_AT_ONCE, GatedMLP, LayerNorm, NormalizedHead, RMSNorm, build_mlp, norm
+from bloomery.model.config import GATED
+from bloomery.model.layers import (
+    ACTIVATIONS,
+    MLP,
+    ROWS_AT_ONCE,
+    GatedMLP,
+    LayerNorm,
+    NormalizedHead,
+    RMSNorm,
+    build_mlp,
+    norm,
+)
 from tests.model.made import CHOICES
 
 import torch
@@ -66,16 +77,23 @@ def gelu_by_tanh(x: Tensor) -> Tensor:
     return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "act"), [("gelu", gelu), ("gelu_tanh", gelu_by_tanh), ("relu2", lambda x: x.clamp(min=0) ** 2)]
-)
+PLAIN = {"gelu": gelu, "gelu_tanh": gelu_by_tanh, "relu2": lambda x: x.clamp(min=0) ** 2}
+WITH_GATE = {"swiglu": lambda g: g * torch.sigmoid(g), "geglu": gelu, "geglu_tanh": gelu_by_tanh}
+
+
+def test_every_kind_of_feed_forward_has_its_formula_here() -> None:
+    assert {*PLAIN, *WITH_GATE} == set(ACTIVATIONS)
+    assert set(WITH_GATE) == set(GATED)
+
+
+@pytest.mark.parametrize(("kind", "act"), PLAIN.items())
 def test_a_plain_feed_forward_is_its_formula(kind: Any, act: Callable[[Tensor], Tensor]) -> None:
     mlp, x = MLP(6, 10, kind, bias=True), numbers(2, 3, 6)
     expected = act(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias
     assert torch.allclose(mlp(x), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "act"), [("swiglu", lambda g: g * torch.sigmoid(g)), ("geglu", gelu)])
+@pytest.mark.parametrize(("kind", "act"), WITH_GATE.items())
 def test_a_gated_feed_forward_is_its_formula(kind: Any, act: Callable[[Tensor], Tensor]) -> None:
     mlp, x = GatedMLP(6, 10, kind), numbers(2, 3, 6)
     expected = (act(x @ mlp.gate.weight.T) * (x @ mlp.up.weight.T)) @ mlp.down.weight.T

@@ -60,7 +60,7 @@ class StageState:
     seconds: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
-    """What is damaged, as `pipeline.damage` says it."""
+    """What is damaged, as `records.damage` says it."""
     idle: bool = False
     """Whether the recipe asks for no work of it: it is off, or it prepares what no section uses."""
     step: int | None = None

@@ -2,9 +2,10 @@
 Graceful shutdown on SIGTERM and Ctrl-C: the process stops where nothing is lost.
 
 Cluster managers send SIGTERM some seconds before they kill. They often send it more than once, to a process and to its
-whole group. In a stage without state in memory, SIGTERM and Ctrl-C raise at once (`ending_on_sigterm`): its files are
-whole or absent at any moment. While there is anything to save, the handler only sets a flag (`on_signals`); a second
-Ctrl-C ends the process. The running code checks the flag between two units of work and leaves its files in order.
+whole group. In a stage without state in memory, SIGTERM raises at once (`ending_on_sigterm`), as Ctrl-C does in every
+Python program: its files are whole or absent at any moment. While there is anything to save, the handler only sets a
+flag (`on_signals`); a second Ctrl-C ends the process. The running code checks the flag between two units of work and
+leaves its files in order.
 
 The process exits with 128 + the number of the signal, as a shell would report it: 143, or 130 after Ctrl-C.
 """
@@ -22,7 +23,7 @@ TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 SECONDS_OF_CLEANUP = 5.0
 """After SIGTERM, another one is the same wish: `finally` blocks may take so long."""
 SECONDS_BETWEEN_WISHES = 0.5
-"""Two interrupts within are one: a launcher hands on what a terminal has sent to all. No hand is as fast."""
+"""Two interrupts within are one: a launcher hands on what a terminal has sent to all. Nobody types as fast."""
 
 
 class Terminated(SystemExit):
@@ -50,7 +51,7 @@ class StopRequest:
             raise Terminated(self.code)
 
     def ask(self, number: int) -> None:
-        """Take note of a signal. The first one says how the process exits."""
+        """Remember that a signal came. The first one says how the process exits."""
         if not self.asked:
             self.asked, self.code, self.at = True, 128 + number, time.monotonic()
 

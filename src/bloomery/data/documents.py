@@ -5,7 +5,7 @@ A document is what the data stages pass on: one Arrow row in a Parquet file.
 
 A document stays complete from the source to the shard. Every stage that handles documents sends each of them to
 exactly one output. It is kept, dropped with its reason, or named as a copy of another document. Documents in =
-documents out, by test.
+documents out, by test. A document with the ID of an earlier one is rejected without its text.
 
 The documents of a part go into Parquet files of a bounded size: NAME-000.parquet, NAME-001.parquet and so on.
 

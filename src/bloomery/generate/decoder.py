@@ -18,6 +18,7 @@ where the library is not built. Letters used for shapes are those of layers.py; 
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,8 +50,12 @@ CACHE_FORMATS = (torch.float32, torch.bfloat16, torch.int8)
 PANEL, BLOCK, PAGE = 16, 64, 32
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 MATRICES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
-LARGE = 2**21
+LARGE = 2**23
 """Bytes of weights from which several threads are faster than one."""
+EMBED_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 5}
+"""Of the embeddings, as decode.cpp numbers them."""
+ROOM_POSITIONS = 512
+"""The room of a step is for a multiple of so many positions: a text that grows seldom needs another."""
 
 
 class _NativeMatrix(ctypes.Structure):
@@ -84,6 +89,10 @@ class _NativeModel(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("parallel", "cache_format")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("slopes", ctypes.c_void_p),
+        ("embed_format", ctypes.c_int64),
+        ("embed", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("embed_scale", ctypes.c_float),
         ("layer", ctypes.POINTER(_NativeLayer)),
         ("norm", _NativeNorm),
         ("logits", _NativeMatrix),
@@ -95,7 +104,19 @@ class _NativeStep(ctypes.Structure):
         [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")]
         + [
             (name, ctypes.c_void_p)
-            for name in ("sequence", "position", "wanted", "pages", "keys", "values", "scales", "x", "logits", "room")
+            for name in (
+                "ids",
+                "sequence",
+                "position",
+                "wanted",
+                "pages",
+                "keys",
+                "values",
+                "scales",
+                "x",
+                "logits",
+                "room",
+            )
         ]
         + [("adapters", ctypes.c_void_p)]
     )
@@ -251,6 +272,7 @@ class Pages:
         self.keys = torch.empty(*shape, config.head_size, PAGE, dtype=dtype)
         self.values = torch.empty(*shape, PAGE, config.head_size, dtype=dtype)
         self.scales = torch.empty(*shape, 2, PAGE) if dtype == torch.int8 else None
+        self.addresses = tuple(map(_at, (self.keys, self.values, self.scales)))
 
     def copy(self, source: int, target: int) -> None:
         """The keys and values of one page into another."""
@@ -448,6 +470,25 @@ def _same(first: Sequence[int], second: Sequence[int]) -> int:
     )
 
 
+class _StepRoom:
+    """Everything that a step of so many tokens reads and writes except weights, keys, values and logits."""
+
+    def __init__(self, decoder: "Decoder", tokens: int, outputs: int, threads: int, longest: int) -> None:
+        self.tokens, self.outputs, self.threads = tokens, outputs, threads
+        self.longest = longest + -longest % ROOM_POSITIONS
+        self._tensors = (
+            torch.empty(tokens, decoder.config.hidden_size),
+            torch.zeros(decoder.room_numbers(tokens, threads, self.longest)),
+        )
+        self.numbers: list[Any] = [(ctypes.c_int64 * count)() for count in (tokens, tokens, tokens, outputs)]
+        """The IDs, sequences and positions of the tokens, and whose logits are asked for."""
+        addresses = [*map(ctypes.addressof, self.numbers), *map(_at, self._tensors)]
+        names = ("ids", "sequence", "position", "wanted", "x", "room")
+        named = dict(zip(names, addresses, strict=True))
+        self.native = _NativeStep(tokens=tokens, outputs=outputs, threads=threads, **named)
+        self.address = ctypes.addressof(self.native)
+
+
 class Decoder:
     """A packed model. Make one with `Decoder.of`."""
 
@@ -460,9 +501,12 @@ class Decoder:
         self._library = library
         self._kept: list[Any] = []
         """Tensors and structures whose addresses the library has."""
-        self.embed = model.embed.weight.detach()
+        self._last = threading.local()
+        """The room of the last step in this thread."""
+        self.embed = model.embed.weight.detach().contiguous()
         self.positions = None if model.positions is None else model.positions.weight.detach().float()
         self.vocab_size = model.vocab_size
+        root = torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype)
         is_float32 = format == "float32" or (format == "auto" and _is_float32(model))
         self.dtype = cache or (torch.float32 if is_float32 else torch.bfloat16)
         tables = {local: self._table(local) for local in (False, True)}
@@ -488,11 +532,16 @@ class Decoder:
             slopes=self._address(torch.tensor(alibi_slopes(config.num_heads)))
             if config.position_embedding == "alibi"
             else None,
+            embed_format=EMBED_FORMATS[self.embed.dtype],
+            embed=_at(self.embed),
+            positions=_at(self.positions),
+            embed_scale=float(root) if config.scale_embeddings else 1.0,
             layer=layers,
             norm=self._norm(model.norm),
             logits=self._keep(head),
         )
         self._kept.append(layers)
+        self._address_of_model = ctypes.addressof(self._model)
 
     @classmethod
     def of(
@@ -576,40 +625,46 @@ class Decoder:
         memory: Pages,
         outputs: Sequence[int],
         adapters: Sequence[PackedAdapter | None] = (),
-    ) -> Float[Tensor, "O V"]:
+    ) -> tuple[Float[Tensor, "O V"], bool]:
         """
-        Logits after the tokens `outputs` (indices into `ids`). The keys and values of all tokens go into their pages.
-        `adapters` are those of the sequences, if any has one: each changes the rows of its own tokens alone.
+        Logits after the tokens `outputs` (indices into `ids`), and whether all of them are finite. The keys and values
+        of all tokens go into their pages. `adapters` are those of the sequences, if any has one: each changes the rows
+        of its own tokens alone.
 
         Token n is at `position[n]` of sequence `sequence[n]`, whose pages are row `sequence[n]` of `pages` (int32). All
         earlier positions of that sequence are in the pages, or are among the tokens of this step.
         """
-        config, N = self.config, len(ids)
-        rows = self.embed[ids[0]][None] if N == 1 else self.embed[torch.tensor(ids)]
-        x = rows.to(torch.float32, copy=True)  # which the step overwrites
-        if self.positions is not None:
-            x = x + self.positions[torch.tensor(position)]
-        if config.scale_embeddings:
-            x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype).float()
-        threads = torch.get_num_threads() if self.num_bytes >= LARGE or N > 1 else 1
-        numbers = [(ctypes.c_int64 * len(one))(*one) for one in (sequence, position, outputs)]
-        longest = max(position) + 1
-        library = self._library
-        sizes = (ctypes.c_int64(one) for one in (N, threads, longest))
-        room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
-        padded = -(-self.vocab_size // PANEL) * PANEL
-        logits = torch.empty(len(outputs), padded)
-        x = x.contiguous()
-        tensors = (pages, memory.keys, memory.values, memory.scales, x, logits, room)
-        addresses = (*map(ctypes.addressof, numbers), *map(_at, tensors))
+        N, longest = len(ids), max(position) + 1
+        room = self._room_for(N, len(outputs), longest)
+        if not 0 <= min(ids) <= max(ids) < len(self.embed):
+            raise IndexError(f"token IDs {min(ids)} to {max(ids)} for embeddings of {len(self.embed)}")
+        for array, numbers in zip(room.numbers, (ids, sequence, position, outputs), strict=True):
+            array[:] = numbers
+        logits = torch.empty(len(outputs), -(-self.vocab_size // PANEL) * PANEL)
+        step = room.native
+        step.pages, step.pages_each, step.logits = _at(pages), pages.shape[1], _at(logits)
+        step.keys, step.values, step.scales = memory.addresses
         changes = None
         if any(adapters):
             each = (None if (one := adapters[number]) is None else one.address for number in sequence)
             changes = (ctypes.c_void_p * N)(*each)
-        of_tokens = None if changes is None else ctypes.addressof(changes)
-        step = _NativeStep(N, len(outputs), pages.shape[1], threads, *addresses, of_tokens)
-        library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
-        return logits[:, : self.vocab_size]
+        step.adapters = None if changes is None else ctypes.addressof(changes)
+        finite = self._library.bloomery_decode(self._address_of_model, room.address, longest)
+        return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], bool(finite)
+
+    def room_numbers(self, tokens: int, threads: int, longest: int) -> int:
+        """Numbers in float32 that a step needs for its intermediate results."""
+        return int(self._library.bloomery_decode_room(self._address_of_model, tokens, threads, longest))
+
+    def _room_for(self, tokens: int, outputs: int, longest: int) -> _StepRoom:
+        """That of this thread's last step where it has the same size: an answer is many steps of one token."""
+        threads = torch.get_num_threads() if self.num_bytes >= LARGE or tokens > 1 else 1
+        room: _StepRoom | None = getattr(self._last, "room", None)
+        size = (tokens, outputs, threads)
+        if room is None or (room.tokens, room.outputs, room.threads) != size or room.longest < longest:
+            self._last.room = room = None  # given up before the next one is made
+            self._last.room = room = _StepRoom(self, *size, longest)
+        return room
 
 
 def _head_format(format: PanelFormat | Literal["auto"], is_float32: bool) -> PanelFormat:
@@ -628,8 +683,10 @@ def _library() -> ctypes.CDLL | None:
     library = native.library(LIBRARY)
     if library is None:
         return None
-    library.bloomery_decode_room.restype = library.bloomery_decode_lanes.restype = ctypes.c_int64
-    library.bloomery_decode.restype = None
+    for function in (library.bloomery_decode, library.bloomery_decode_room, library.bloomery_decode_lanes):
+        function.restype = ctypes.c_int64
+    library.bloomery_decode_room.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    library.bloomery_decode.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     for config in TRIED:
         model = Transformer(config, 50)
         model.initialize(0)
@@ -637,7 +694,7 @@ def _library() -> ctypes.CDLL | None:
             expected = model.logits(model(torch.arange(40)[None]))[0]
         pages = torch.arange(Pages.needed(40), dtype=torch.int32)[None]
         memory = Pages(config, Pages.needed(40), torch.float32)
-        logits = Decoder(model, "float32").step(range(40), [0] * 40, range(40), pages, memory, range(40))
+        logits, _ = Decoder(model, "float32").step(range(40), [0] * 40, range(40), pages, memory, range(40))
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
             native.refuse(LIBRARY, "it computes other logits than torch")
             info(f"Decoding with torch, which is slower: the compiled library is {native.state(LIBRARY)}.", "yellow")

@@ -12,7 +12,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
@@ -45,7 +47,7 @@ IDLE_STEPS = 2
 """That an engine keeps with their caches for the next texts."""
 
 
-def check_finite(numbers: Tensor) -> None:
+def check_finite(numbers: Tensor | NDArray[np.float32]) -> None:
     """Raises CheckpointError where a number that a model computed is not finite."""
     if not all(map(math.isfinite, numbers.flatten().tolist())):
         what = "the model computes logits that are not finite: its weights are finite, but too large to compute with"
@@ -54,7 +56,7 @@ def check_finite(numbers: Tensor) -> None:
 
 def check_rows(logits: Float[Tensor, "B V"]) -> None:
     """As `check_finite`, by the sum of each row, which is not finite where any of its logits is not."""
-    check_finite(torch.from_numpy(logits.numpy().sum(-1)) if suits_numpy(logits) else logits.sum(dim=-1))
+    check_finite(logits.numpy().sum(-1) if suits_numpy(logits) else logits.sum(dim=-1))
 
 
 class Drafter:
@@ -360,18 +362,20 @@ class PackedBatch:
 
     def begin(self) -> Tensor:
         """Logits (B, V) of what follows each prompt."""
-        logits = torch.empty(len(self.prompts), self.num_ids)
+        logits, finite = torch.empty(len(self.prompts), self.num_ids), True
         for row, prompt in enumerate(self.prompts):
             for begin in range(0, len(prompt), PROMPT_TOKENS):
                 ids = prompt[begin : begin + PROMPT_TOKENS]
                 last = [len(ids) - 1] if begin + len(ids) == len(prompt) else []
                 positions = range(begin, begin + len(ids))
                 rows = [row] * len(ids)
-                some = self.decoder.step(ids, rows, positions, self.pages, self.memory, last, self.adapters)
+                some, sound = self.decoder.step(ids, rows, positions, self.pages, self.memory, last, self.adapters)
+                finite = finite and sound
                 if last:
                     logits[row] = some[0, : self.num_ids]
             self.lengths[row] = len(prompt)
-        check_rows(logits)
+        if not finite:  # of rows that may be beyond the tokenizer's
+            check_rows(logits)
         return logits
 
     def extend(self, rows: Sequence[int], ids: Sequence[int], drafts: Sequence[int] = ()) -> Tensor:
@@ -384,9 +388,12 @@ class PackedBatch:
         positions += range(positions[0] + 1, positions[0] + 1 + len(drafts))
         every = [*rows, *(rows[0] for _ in drafts)]
         new = [*ids, *drafts]
-        logits = self.decoder.step(new, every, positions, self.pages, self.memory, range(len(new)), self.adapters)
+        logits, finite = self.decoder.step(
+            new, every, positions, self.pages, self.memory, range(len(new)), self.adapters
+        )
         logits = logits[:, : self.num_ids]
-        check_rows(logits)
+        if not finite:
+            check_rows(logits)
         for row in rows:
             self.lengths[row] += 1
         return logits
@@ -481,13 +488,19 @@ def compute_format(model: Transformer) -> torch.dtype:
 
 
 class ModelBatch:
-    """Sequences that are decoded by the model itself. Those that have ended are computed again where they ended."""
+    """
+    Sequences that are decoded by the model itself. Those that have ended are computed again where they ended, until
+    they are at least half of all. Then the others move on alone, except on a GPU. There a captured step takes nearly
+    as long for fewer rows, and each number of rows would be captured again.
+    """
 
     def __init__(self, step: StaticStep, prompts: Sequence[Sequence[int]], prompt_step: int = 1) -> None:
         """Prompts whose lengths are the same in steps of `prompt_step` are computed together."""
         self.step, self.prompts, self._prompt_step = step, prompts, prompt_step
         self.last = [prompt[-1] for prompt in prompts]
         self.positions = [len(prompt) - 1 for prompt in prompts]
+        self._slots = {row: row for row in range(len(prompts))}
+        """Of each prompt's row: its row in the step."""
 
     def begin(self) -> Tensor:
         """Logits (B, V) of what follows each prompt. Behind shorter ones, their last token is repeated, unseen."""
@@ -509,11 +522,23 @@ class ModelBatch:
         return logits
 
     def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """Logits of what follows, for some rows, after one more ID of each."""
-        for row, id in zip(rows, ids, strict=True):
-            self.last[row], self.positions[row] = id, self.positions[row] + 1
+        """Logits of what follows, for some rows, after one more ID of each. Rows that are left out have ended."""
+        if 2 * len(rows) <= self.step.num_rows and not self.step.captures():
+            self._move(rows)
+        slots = [self._slots[row] for row in rows]
+        for slot, id in zip(slots, ids, strict=True):
+            self.last[slot], self.positions[slot] = id, self.positions[slot] + 1
         logits = self.step.run(self.last, self.positions)
-        return logits if len(rows) == len(self.last) else logits[list(rows)]
+        return logits if len(rows) == len(self.last) else logits[slots]
+
+    def _move(self, rows: Sequence[int]) -> None:
+        """To a step that has these rows alone."""
+        step, slots = self.step, [self._slots[row] for row in rows]
+        self.step = StaticStep(step.model, step.num_ids, len(rows), step.cache.capacity)
+        self.step.cache.keys.copy_(step.cache.keys[:, slots])
+        self.step.cache.values.copy_(step.cache.values[:, slots])
+        self.last, self.positions = ([each[slot] for slot in slots] for each in (self.last, self.positions))
+        self._slots = {row: slot for slot, row in enumerate(rows)}
 
 
 def _fits(model: Transformer) -> bool:

@@ -91,7 +91,10 @@ class TokenSampler:
         Raises DataError where none is allowed.
         """
         logits = self._changed(logits, allowed)
-        id = int(most_likely(logits) if self.is_greedy else _drawn(*distribution(logits, self.sampling), self.point()))
+        if self.is_greedy:
+            (id,) = most_likely(logits[None])
+        else:
+            id = int(_drawn(*distribution(logits, self.sampling), self.point()))
         self.accept(id)
         return id
 
@@ -142,27 +145,30 @@ def suits_numpy(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
-def most_likely(logits: Float[Tensor, "*B V"]) -> Int[Tensor, "*B"]:
-    """The first ID of the largest logit."""
-    if suits_numpy(logits):
-        return torch.from_numpy(logits.numpy().argmax(-1, keepdims=True))[..., 0]
-    return logits.argmax(-1)
+def most_likely(logits: Float[Tensor, "B V"]) -> list[int]:
+    """The first ID of the largest logit of each row."""
+    ids: list[int] = (logits.numpy().argmax(-1) if suits_numpy(logits) else logits.argmax(-1)).tolist()
+    return ids
 
 
 def choose_each(
     logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler], allowed: Sequence[Tensor | None] = ()
 ) -> list[int]:
     """One token ID for each sequence, by its own sampler: what it would get alone. The logits are finite."""
-    allowed = allowed or [None] * len(samplers)
-    plain = all(mask is None for mask in allowed) and not any(sampler.changes_logits for sampler in samplers)
-    if plain and (devices.is_gpu(logits.device) or all(sampler.is_greedy for sampler in samplers)):
+    plain = not any(sampler.changes_logits for sampler in samplers) and all(mask is None for mask in allowed)
+    # A GPU adds up chances in one order only where nobody asked for the same bits each time.
+    on_gpu = devices.is_gpu(logits.device) and not torch.are_deterministic_algorithms_enabled()
+    if plain and (on_gpu or all(sampler.is_greedy for sampler in samplers)):
         return _choose_together(logits, samplers)  # a GPU waits once, and hands over only the IDs
     logits = logits.cpu()  # Apple's GPUs have no float64
-    return [sampler.choose(row, one) for row, sampler, one in zip(logits, samplers, allowed, strict=True)]
+    masks = allowed or [None] * len(samplers)
+    return [sampler.choose(row, mask) for row, sampler, mask in zip(logits, samplers, masks, strict=True)]
 
 
 def _choose_together(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler]) -> list[int]:
     """As `choose_each`, where logits stay as they are: all rows of the same settings at once, where the logits are."""
+    if all(sampler.is_greedy for sampler in samplers):
+        return most_likely(logits)
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
         how = sampler.sampling
@@ -179,7 +185,7 @@ def _choose_together(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampl
 
 def _choose_alike(logits: Float[Tensor, "B V"], samplers: Sequence[TokenSampler]) -> Int[Tensor, " B"]:
     if samplers[0].is_greedy:
-        return most_likely(logits)
+        return logits.argmax(-1)
     points = torch.stack([sampler.point() for sampler in samplers]).to(logits.device)
     return _drawn(*distribution(logits, samplers[0].sampling), points)[:, 0]
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
-from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.core.log import size
 from bloomery.generate.decoder import PAGE, Decoder, PackedAdapter, PagedText, PagePool, Pages
 from bloomery.generate.engine import (
@@ -254,17 +254,18 @@ class _PagedSteps:
             positions += range(begin, begin + count)
             if begin + count >= len(sequence.ids):
                 outputs += range(before + count - 1 - len(sequence.drafts), before + count)
-        pages = torch.zeros(len(parts), max(sequence.text.num_pages for sequence, _ in parts), dtype=torch.int32)
-        for row, (sequence, _) in enumerate(parts):
-            pages[row, : sequence.text.num_pages] = torch.tensor(sequence.text.pages, dtype=torch.int32)
+        most = max(sequence.text.num_pages for sequence, _ in parts)
+        of_sequences = [[*one.text.pages, *[0] * (most - one.text.num_pages)] for one, _ in parts]
+        pages = torch.tensor(of_sequences, dtype=torch.int32)
         adapters = [sequence.adapter for sequence, _ in parts]
-        logits = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs, adapters)[:, : self.num_ids]
+        logits, finite = self.decoder.step(ids, rows, positions, pages, self.pool.memory, outputs, adapters)
+        logits = logits[:, : self.num_ids]
         self.computed_tokens += len(ids)
         ready: Ready = []
         for sequence, count in parts:
             if sequence.text.length + count >= len(sequence.ids):
                 some, logits = logits[: 1 + len(sequence.drafts)], logits[1 + len(sequence.drafts) :]
-                ready.append((sequence, some))
+                ready.append((sequence, some if finite else _checked(some)))
             else:
                 self.pool.advance(sequence.text, sequence.ids, sequence.text.length + count)
         return ready, left
@@ -550,7 +551,6 @@ class Scheduler:
         """Hand out a next token, and more as long as the drafts are right. Gives why the answer ends, if it does."""
         if isinstance(logits, Exception):
             raise logits
-        check_rows(logits)
         length, drafts, right = len(sequence.ids), sequence.drafts, 0
         for row in logits:
             reason = self._token(sequence, row)
@@ -587,6 +587,14 @@ class Scheduler:
             if constraint.finished:
                 return "stop"
         return None if sequence.room else "length"
+
+
+def _checked(logits: Float[Tensor, "O V"]) -> Tensor | CheckpointError:
+    try:
+        check_rows(logits)
+    except CheckpointError as error:
+        return error
+    return logits
 
 
 def _token(id: int, logits: Float[Tensor, " V"], top: int | None) -> Token:

@@ -147,8 +147,8 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 # A kind is also named in model/config.py (FeedForwardKind, GATED), for decoding on CPUs in generate/decoder.py
-# (ACTIVATIONS, with the numbers of native/decode.cpp), and for third-party files in weights/llama.py (GATES) and
-# weights/architectures.py (NEOX_ACTIVATIONS, GPT2_ACTIVATIONS).
+# (ACTIVATIONS, with the numbers of `activated` in native/decode.cpp), and for third-party files in weights/llama.py
+# (GATES) and weights/architectures.py (NEOX_ACTIVATIONS, GPT2_ACTIVATIONS).
 ACTIVATIONS: dict[FeedForwardKind, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,

@@ -56,7 +56,7 @@ alignas(64) constexpr float NF4[16] = {-1.0f, -0.696192801f, -0.525072932f, -0.3
 
 extern "C" {
 
-enum Format : int64_t { IN_FLOAT32, IN_BFLOAT16, IN_INT8, IN_INT4, IN_NF4 };
+enum Format : int64_t { IN_FLOAT32, IN_BFLOAT16, IN_INT8, IN_INT4, IN_NF4, IN_FLOAT16 };  // the last of embeddings alone
 
 // y = W x + bias. codes of int8: [panel, k / 4, 16, 4]. scales: of rows (int8), of groups by rows (int4: float16 [panel, group, 2, 16], the factor and what is
 // added), of blocks by rows (NF4: bfloat16 [panel, block, 16]).
@@ -83,6 +83,10 @@ struct Model {
     int64_t width, layers, heads, kv_heads, head, rotary, inner, norm_over_width, parallel, cache_format;
     float eps, scale;
     const float *slopes;  // of ALiBi, of each head; null: none
+    int64_t embed_format;
+    const void *embed;       // [ids, width]
+    const float *positions;  // that were learned [position, width]; null: none
+    float embed_scale;
     const Layer *layer;
     Norm norm;
     Matrix logits;
@@ -101,10 +105,10 @@ struct LayerChanges {
 };
 
 // N tokens. pages [sequences, pages_each] are those of each sequence, in order. wanted [outputs]: the tokens whose
-// logits are asked for. x [N, width] are the embeddings, which are overwritten.
+// logits are asked for. x [N, width]: room for the residual stream.
 struct Step {
     int64_t tokens, outputs, pages_each, threads;
-    const int64_t *sequence, *position, *wanted;
+    const int64_t *ids, *sequence, *position, *wanted;
     const int32_t *pages;
     void *keys, *values;
     float *scales;  // of keys and values in int8: [page, layer, head, 2, PAGE]
@@ -299,6 +303,20 @@ FOR_EVERY_CPU void add_change(const Change &change, const float *x, float *y) {
     }
 }
 
+template <class T> INLINE void embedded(const Model &m, int64_t id, const float *position, float *x) {
+    const T *const row = (const T *)m.embed + id * m.width;
+    for (int64_t i = 0; i < m.width; i++) x[i] = (load(row + i) + (position ? position[i] : 0.0f)) * m.embed_scale;
+}
+
+FOR_EVERY_CPU void embed(const Model &m, int64_t id, int64_t position, float *x) {
+    const float *const learned = m.positions ? m.positions + position * m.width : nullptr;
+    switch (m.embed_format) {
+        case IN_FLOAT32: return embedded<float>(m, id, learned, x);
+        case IN_BFLOAT16: return embedded<Bfloat16>(m, id, learned, x);
+        default: return embedded<Float16>(m, id, learned, x);
+    }
+}
+
 // kind: 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU². With a gate, which lies before: activated(gate) · up.
 INLINE float activated(float x, int64_t kind) {
     switch (kind) {
@@ -308,7 +326,8 @@ INLINE float activated(float x, int64_t kind) {
             const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
             return 0.5f * x * (1.0f + (2.0f * sigmoid(2.0f * inner) - 1.0f));
         }
-        default: return x > 0 ? x * x : 0.0f;
+        case 3: return x > 0 ? x * x : 0.0f;
+        default: return NAN;  // a number of generate/decoder.py that is missing here
     }
 }
 
@@ -463,7 +482,7 @@ void work(const Model &m, const Step &s, const std::vector<Run> &runs, const Siz
     for (int64_t l = 0; l < m.layers; l++) {
         const Layer &layer = m.layer[l];
         share(N, [&](int64_t t) {
-            if (l) add(m.layer[l - 1].mlp_post, t);
+            l ? add(m.layer[l - 1].mlp_post, t) : embed(m, s.ids[t], s.position[t], s.x + t * m.width);
             if (m.parallel) copy(entry + t * size.x, s.x + t * m.width);
             before(layer.attention_norm, t, s.x + t * m.width);
         });
@@ -500,6 +519,17 @@ void work(const Model &m, const Step &s, const std::vector<Run> &runs, const Siz
     times(m.logits, s.outputs, entry, size.x, s.logits, padded(m.logits.rows, PANEL));
 }
 
+// Whether none is infinite or NaN: those have all bits of the exponent.
+FOR_EVERY_CPU bool all_finite(const float *numbers, int64_t count) {
+    int32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits;
+        std::memcpy(&bits, numbers + i, 4);
+        bad |= (bits & 0x7F800000) == 0x7F800000;
+    }
+    return !bad;
+}
+
 // `given` numbers of each row; the panel's width is filled up with zeros.
 template <class T>
 void transposed(const T *from, T *to, int64_t panel, int64_t rows, int64_t given, int64_t width) {
@@ -528,7 +558,8 @@ int64_t bloomery_decode_lanes(int64_t most) {
     return kernels.lanes;
 }
 
-void bloomery_decode(const Model *m, const Step *s, int64_t longest) {
+// Gives 1 where all logits are finite, else 0.
+int64_t bloomery_decode(const Model *m, const Step *s, int64_t longest) {
     const Sizes size(*m, s->tokens, longest);
     const std::vector<Run> runs = runs_of(*s);
     Meeting meeting;
@@ -540,10 +571,10 @@ void bloomery_decode(const Model *m, const Step *s, int64_t longest) {
             meeting.threads = omp_get_num_threads();
             work(*m, *s, runs, size, meeting, omp_get_thread_num());
         }
-        return;
-    }
+    } else
 #endif
-    work(*m, *s, runs, size, meeting, 0);
+        work(*m, *s, runs, size, meeting, 0);
+    return all_finite(s->logits, s->outputs * padded(m->logits.rows, PANEL));
 }
 
 // Rows [panels * 16, width] of numbers of `size` bytes into panels: [panels, width, 16]. Rows from `rows` on are zeros.

@@ -40,7 +40,7 @@ def external_inputs(config: Sought) -> str:
 
 def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: ExecutorConfig) -> Path:
     """
-    Look for the tasks' text; returns the folder with what is barred, one file for each part (overlap.BARRED).
+    Look for the tasks' text; returns the folder with what is barred, one file for each part (decontamination.BARRED).
 
     Raises DataError where every text is too short to be searched for.
     """
@@ -71,7 +71,7 @@ def sought(config: Sought, scratch: Path) -> decontamination.OverlapSettings:
 
 
 def list_hits(corpus: Corpus, scratch: Path, out: Path) -> dict[str, int]:
-    """Write hits.parquet (overlap.HIT), in the order of documents; returns how many each task has."""
+    """Write hits.parquet (decontamination.HIT), in the order of documents; returns how many each task has."""
     hits_by_task: Counter[str] = Counter()
 
     def batches() -> "Iterator[pa.RecordBatch]":

@@ -64,7 +64,10 @@ def external_inputs(config: Dedup) -> str:
 
 
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    """Write kept/ and duplicates/ (REASONS). `inputs["filter"]` is a folder with kept/."""
+    """
+    Write kept/ and duplicates/ (REASONS), and where settings ask for them dropped/, repeated/ and hits.parquet.
+    `inputs["filter"]` is a folder with kept/.
+    """
     source = documents.handed_on(inputs["filter"])
     if not documents.count(source):
         raise DataError("holds no documents", where=str(source), hint="Loosen the rules in [filter].")

@@ -5,7 +5,8 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bloomery.evaluation.harness import EvalRequest, QuestionResult
 from bloomery.evaluation.held_out import Compression, JudgedAnswer, measure
 from bloomery.evaluation.report import render
 from bloomery.evaluation.stats import wilson
-from bloomery.generate.engine import Engine
+from bloomery.generate.engine import Completion, Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, prefer, run_report
 from bloomery.stages.config import Evaluate
@@ -31,7 +32,7 @@ from bloomery.stages.rollouts import SAMPLES
 from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded
+from bloomery.weights.hf import Loaded, ModelLanguage
 
 SAMPLES_SHOWN = 16
 CONVERSATIONS = "conversations.jsonl"
@@ -42,8 +43,21 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     devices.return_freed_memory()
     device = devices.find(config.device)
     last = "prefer" if "prefer" in inputs else "finetune"
-    tuned = hf.load(inputs[last] / "model", device.torch_device)
-    base = hf.load(base_of(inputs), device.torch_device)
+    # One model after the other, each in the number format of its files: a GPU may have room for one of them.
+    words = hf.language(inputs[last] / "model")
+    below = partial(hf.load, base_of(inputs), device.torch_device, dtype="auto")
+    base = below()
+    talks = HeldOutTalks.drawn(config, inputs, words, base.model.config.context_length)
+    bits, continued = bits_per_byte(base, inputs.get("shard"), config, device), list(continuations(base))
+    if talks.asked and words.tokenizer.vocab_size > base.model.vocab_size:  # finetuning added tokens
+        assert words.chat is not None, "a finetuned model has a template"
+        del base
+        base = below(special=special_tokens(words.chat.name))
+    talks.measure("pretrain", replace(base, language=words))
+    del base
+    device.release()
+    tuned = hf.load(inputs[last] / "model", device.torch_device, dtype="auto")
+    talks.measure(last, tuned)
     asked = held_out.held_out(config.seed, config.toy_questions)
     judged = ask(tuned, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))
@@ -54,14 +68,14 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "machine": machine() | {"device": device.name},
         "model": describe(tuned),
         "answers": scores,
-        "bits_per_byte": bits_per_byte(base, inputs.get("shard"), config, device),
+        "bits_per_byte": bits,
         "leaks": leaks(judged, inputs, tuned.tokenizer),
-        **held_out_talks({"pretrain": speaking(base, tuned), last: tuned}, config, inputs, out),
+        **talks.written(out),
         **known_tasks(tuned, config, inputs, out),
         "not_searched": not_searched(inputs),
         **run_report.training(inputs),
         **run_report.corpus(inputs),
-        "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
+        "samples": {"answers": chosen(judged), "continuations": continued},
     }
     write_json(out / "report.json", report)
     with whole_file(out / "report.html", "w") as file:
@@ -94,14 +108,6 @@ def base_of(inputs: Mapping[str, Path]) -> Path:
         return inputs["pretrain"] / "model"
     first = inputs["finetune"] if "finetune" in inputs else inputs["prefer"]
     return locate.locate_model(Path(read_manifest(first)["config"]["start_from"]).expanduser())
-
-
-def speaking(base: Loaded, tuned: Loaded) -> Loaded:
-    """The base with the words of the finetuned model, and rows for the tokens that finetuning added."""
-    if tuned.tokenizer.vocab_size > base.model.vocab_size:
-        device = base.model.embed.weight.device
-        base = hf.load(base.folder, device, special=special_tokens(tuned.renderer.name))
-    return replace(base, language=tuned.language)
 
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -137,40 +143,52 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
     return stats | ({"core": harness.core_scores(parts, dirty)} if parts else {})
 
 
-def held_out_talks(
-    models: Mapping[str, Loaded], config: Evaluate, inputs: Mapping[str, Path], out: Path
-) -> dict[str, Any]:
-    """
-    Measure each model on validation conversations: the likelihood of the assistant's messages, and whether the model's
-    own answers end. Writes conversations.jsonl, a line for every answer.
-    """
-    if not config.conversations:
-        return {}
-    first = next(iter(models.values()))
-    longest = first.model.config.context_length - config.max_tokens
-    candidates = held_out.turns(inputs["instruct"], first.tokenizer.hash)
-    asked = held_out.drawn(candidates, config.conversations, config.seed, longest)
-    if not asked:
-        hint = f"Lower evaluate.max_tokens ({config.max_tokens}), which must fit after the question."
-        what = f"no validation conversation has an answer after {longest} tokens or fewer"
-        raise DataError(what, where="evaluate.conversations", hint=hint)
-    sampling = SamplingConfig(max_tokens=config.max_tokens, temperature=config.chat_temperature, seed=config.seed)
-    stats: dict[str, Any] = {"n": len(asked), "max_tokens": config.max_tokens, "temperature": config.chat_temperature}
-    done = 0
-    with (
-        whole_file(out / CONVERSATIONS, "w") as file,
-        progress("evaluate", "answers", len(asked) * len(models)) as meter,
-    ):
-        for name, loaded in models.items():
-            said = []
-            for turn, answer in zip(asked, held_out.answers(loaded, asked, sampling), strict=True):
+@dataclass(frozen=True)
+class HeldOutTalks:
+    """Validation conversations, and what each model makes of them. Without any, nothing is measured."""
+
+    asked: Sequence[held_out.HeldOutAnswer]
+    sampling: SamplingConfig
+    scores: dict[str, Any] = field(default_factory=dict)
+    """By model: the likelihood of the assistant's messages, and whether the model's own answers end."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """One for every answer."""
+
+    @classmethod
+    def drawn(cls, config: Evaluate, inputs: Mapping[str, Path], words: ModelLanguage, context: int) -> "HeldOutTalks":
+        """Raises DataError where no conversation has room for an answer in `context` tokens."""
+        sampling = SamplingConfig(max_tokens=config.max_tokens, temperature=config.chat_temperature, seed=config.seed)
+        if not config.conversations:
+            return cls((), sampling)
+        longest = context - config.max_tokens
+        candidates = held_out.turns(inputs["instruct"], words.tokenizer.hash)
+        asked = held_out.drawn(candidates, config.conversations, config.seed, longest)
+        if not asked:
+            hint = f"Lower evaluate.max_tokens ({config.max_tokens}), which must fit after the question."
+            what = f"no validation conversation has an answer after {longest} tokens or fewer"
+            raise DataError(what, where="evaluate.conversations", hint=hint)
+        return cls(asked, sampling)
+
+    def measure(self, name: str, loaded: Loaded) -> None:
+        if not self.asked:
+            return
+        said: list[Completion] = []
+        with progress("evaluate", f"answers of {name}", len(self.asked)) as meter:
+            for turn, answer in zip(self.asked, held_out.answers(loaded, self.asked, self.sampling), strict=True):
                 said.append(answer)
-                file.write(
-                    json.dumps({"model": name, **held_out.shown(loaded, turn, answer)}, ensure_ascii=False) + "\n"
-                )
-                meter.at(done := done + 1)
-            stats[name] = held_out.answer_scores(loaded, asked, said)
-    return {"conversations": stats}
+                self.lines.append({"model": name, **held_out.shown(loaded, turn, answer)})
+                meter.at(len(said))
+        self.scores[name] = held_out.answer_scores(loaded, self.asked, said)
+
+    def written(self, out: Path) -> dict[str, Any]:
+        """What the report says of them. Writes conversations.jsonl, a line for every answer."""
+        if not self.asked:
+            return {}
+        with whole_file(out / CONVERSATIONS, "w") as file:
+            for line in self.lines:
+                instruct.write_line(file, line)
+        sampling = {"max_tokens": self.sampling.max_tokens, "temperature": self.sampling.temperature}
+        return {"conversations": {"n": len(self.asked), **sampling, **self.scores}}
 
 
 def ask(loaded: Loaded, asked: Sequence[held_out.ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:

@@ -53,7 +53,7 @@ def external_inputs(config: Fetch) -> str:
 
 def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    Write out/documents (document.SCHEMA) and out/rejected (with reason and value).
+    Write out/documents (documents.SCHEMA) and out/rejected (with reason and value).
 
     Raises DataError for broken input, for two documents with one id, and when there is no document at all.
     """

@@ -451,7 +451,7 @@ def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World)
         config=config.model_copy(update={"global_batch_tokens": rows * rollouts.length}),
         samples=rollouts,
         validation=HeldOut(loss, known["val"], start.renderer, out / "answers.jsonl"),
-        loss_function=GRPOLoss(loss, lambda: rollouts.drawn),
+        loss_function=GRPOLoss(loss, lambda: rollouts.drawn, rollouts.length_step),
         early=False,
     )
 
@@ -495,6 +495,7 @@ def _measure_before(training_run: TrainingRun, check: PackedDataset | EvalCheck,
         and records.load(path, training_run.out, "prefer: measuring the first model") is None
     ):
         records.save(path, check.measure(training_run.model, precision), {})
+    training_run.world.barrier()  # the others wait here: sums between GPUs give up after minutes
 
 
 @dataclass(eq=False)

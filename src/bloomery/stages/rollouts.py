@@ -151,6 +151,10 @@ class Rollouts:
         assert self._kept is not None
         return self._kept[1]
 
+    @property
+    def length_step(self) -> int | None:
+        return LENGTH_STEP if self.trims else None
+
     def epochs(self, seen: int) -> float:
         return seen / self.loss.updates / self.num_samples
 
@@ -242,7 +246,8 @@ class Rollouts:
             begin = 0
             for micro_batch in batch.of_rank(self.world.rank, self.world.size).split(self.rows_at_once):
                 rows = torch.from_numpy(mine[begin : begin + len(micro_batch.ids)])
-                log_p[rows] = by_token(model, micro_batch, precision, self.loss.temperature).cpu()
+                some = by_token(model, micro_batch, precision, self.loss.temperature, self.length_step)
+                log_p[rows] = some.cpu()
                 begin += len(micro_batch.ids)
             model.train(was_training)
         return np.asarray(self.world.sum(log_p).numpy(), np.float32)

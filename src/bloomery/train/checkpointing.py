@@ -8,10 +8,10 @@ clock, the start among them. Otherwise weights would depend on how fast the mach
 What a save holds of the model is up to a `ModelSaver`: all weights, or the adapters alone.
 
 A run with more steps can extend a shorter run instead of repeating its first steps. It ends as if it had run from
-the start. The sequence of samples does not depend on the number of steps. Until the decay begins, neither does the
-learning rate of a constant schedule. So a checkpoint of the shorter run that lies in the part common to both
-belongs to the longer run too. It is copied with the metrics logged until then, and `continued.json` says where it
-came from. Any other difference than the number of steps and the decay is refused by name.
+the start. The sequence of samples does not depend on the number of steps. Until its decay begins, neither does the
+learning rate of a schedule of the kinds constant and wsd. So a checkpoint of the shorter run that lies in the part
+common to both belongs to the longer run too. It is copied with the metrics logged until then, and `continued.json` says
+where it came from. Any other difference than the number of steps and the decay is refused by name.
 
 The last bits of a training run depend on more than recipe and data. This is recorded, and compared on resume. The
 order in which numbers are added differs with the number of threads where kernels are compiled. It differs between

@@ -303,7 +303,7 @@ class Placed(NamedTuple):
 def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[float]:
     """The sum of the loss over the supervised tokens of each row, in nats."""
     where = placed(batch, precision.device.torch_device)
-    hidden = _supervised(model, where, precision)
+    hidden = supervised_hidden(model, where, precision)
     counts, head = (batch.targets != IGNORE).sum(1).tolist(), model.head_rows(hidden.dtype)
     rows = zip(torch.split(hidden, counts), torch.split(where.targets, counts), strict=True)
     return [float(token_losses(some, head, targets)[1]) for some, targets in rows]
@@ -313,11 +313,11 @@ def placed_losses(
     model: Transformer, batch: Placed, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
-    chosen = _supervised(model, batch, precision)
+    chosen = supervised_hidden(model, batch, precision)
     return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
 
 
-def _supervised(model: Transformer, batch: Placed, precision: Precision) -> Tensor:
+def supervised_hidden(model: Transformer, batch: Placed, precision: Precision) -> Tensor:
     """The hidden states of the supervised tokens (N, D), row after row."""
     with precision.autocast():
         tokens = {"positions": batch.positions, "segments": batch.segments, "bounds": batch.bounds}

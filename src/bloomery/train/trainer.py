@@ -342,6 +342,7 @@ class TrainingRun:
     def _train(self, state: State, optimizers: Optimizers, precision: Precision) -> list[dict[str, Any]]:
         """Run the remaining steps. Returns the failures of hooks that did not stop the run."""
         precision.restore(state.precision)
+        precision.device.restart_peak()  # that of trials does not count
 
         def roll_back(state: State) -> None:
             recorder.rolled_back(state.step, self._checkpoints.roll_back(state))

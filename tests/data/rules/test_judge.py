@@ -1,18 +1,21 @@
 """Rules on batches say what rules on one document say."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bloomery.data.filters import apply
-from bloomery.data.filters.apply import DocumentColumns, Verdicts
-from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Length, Lines
+from bloomery.data.filters.apply import DocumentColumns, Rule, Verdicts
+from bloomery.data.filters.features import RulePreset
+from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Pii, Urls
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 from tests.data.rules import plain
 
+OTHER_TESTS = {Language, Pii, Urls, RulePreset}
+"""Rules that have a file of tests of their own, and presets, which are other rules."""
 STRICT: list[Any] = [
     Length(min_characters=5, max_characters=40, min_words=3),
     Gopher(min_words=0, min_stop_words=1),
@@ -57,6 +60,12 @@ STRICT: list[Any] = [
     Code(),
     Code(max_line_characters=20, max_mean_line_characters=8, min_alphanumeric=0.5),
 ]
+
+
+def test_every_rule_is_compared_with_its_twin_in_plain_py() -> None:
+    """A new rule gets a twin there, and a row in STRICT that drops something."""
+    assert {type(rule) for rule in STRICT} == {*get_args(Rule)} - OTHER_TESTS
+
 
 WORDS = ["a", "the", "be", "é", "use", "cookies", "JavaScript", "lorem ipsum", "{", "#", "…", "...", "-", "•", "[1]"]
 WORDS += [

@@ -359,7 +359,7 @@ def _of_file(file: _File, seen: set[str]) -> Iterator[ChatItem]:
     elif ending in (".txt", ".text"):
         yield from _of_text(file)
     elif ending == ".json":
-        yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes), seen)
+        yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW), seen)
     elif ending == ".parquet":
         yield from _of_rows(file, _parquet(file), seen)
     else:
@@ -385,7 +385,9 @@ def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterato
             continue
         ending = _ending(file.name)
         if ending == ".json":
-            numbered_rows: Iterator[tuple[int, RowOrError]] = rows.objects(file.path, source.max_row_bytes)
+            numbered_rows: Iterator[tuple[int, RowOrError]] = rows.objects(
+                file.path, source.max_row_bytes, setting=readers_bytes.ROW
+            )
         elif ending == ".parquet":
             numbered_rows = _columns(file, looked_at)
         elif ending in (".txt", ".text"):

@@ -213,7 +213,7 @@ def native_shingles(library: Library, texts: PackedTexts, kind: ShingleKind, siz
 
 
 def native_signatures(library: Library, shingled: Shingles, settings: MinHashSettings) -> Minima:
-    """As `minhash.minima`."""
+    """As `minhash_signatures`."""
     texts = len(shingled.bounds) - 1
     result, factors = np.empty((settings.num_perm, texts), np.uint32), multipliers(settings)
     arguments = _address(shingled.hashes), _address(shingled.bounds), texts

@@ -112,7 +112,7 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     # Raffel et al. 2020, 2.2
     "c4": (C4(),),
     "fineweb": WEB,
-    # FineWeb-Edu is FineWeb above a score for education, which a classifier gives; with the least length of the seed
+    # FineWeb-Edu is FineWeb above a score for education, which a classifier gives. The least length is 1386.ai's
     "fineweb-edu-like": (Length(min_characters=200), *WEB, Boilerplate()),
     # Li et al. 2023, 3
     "starcoder": (Code(min_comments=0.01, max_comments=0.8),),

@@ -429,7 +429,7 @@ class FilterBase(Config):
         return self
 
 
-class FilterHit(NamedTuple):
+class RuleFinding(NamedTuple):
     """One question asked of every document of a batch."""
 
     reason: str
@@ -444,7 +444,7 @@ class FilterHit(NamedTuple):
 class Drops(Protocol):
     """A rule that drops documents."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         """
         The rule's questions in order; the first that drops a document is its reason.
 
@@ -454,14 +454,14 @@ class Drops(Protocol):
         ...
 
 
-def above(reason: str, values: NDArray[np.float64] | NDArray[np.int64], most: float | int) -> FilterHit:
+def above(reason: str, values: NDArray[np.float64] | NDArray[np.int64], most: float | int) -> RuleFinding:
     """Drops what is over a limit."""
-    return FilterHit(reason, np.asarray(values > most), values.astype(np.float64))
+    return RuleFinding(reason, np.asarray(values > most), values.astype(np.float64))
 
 
-def below(reason: str, values: NDArray[np.float64] | NDArray[np.int64], least: float | int) -> FilterHit:
+def below(reason: str, values: NDArray[np.float64] | NDArray[np.int64], least: float | int) -> RuleFinding:
     """Drops what is under a limit."""
-    return FilterHit(reason, np.asarray(values < least), values.astype(np.float64))
+    return RuleFinding(reason, np.asarray(values < least), values.astype(np.float64))
 
 
 @runtime_checkable

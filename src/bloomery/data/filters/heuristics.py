@@ -33,8 +33,8 @@ from bloomery.data.filters.features import (
     BatchFeatures,
     FeatureValues,
     FilterBase,
-    FilterHit,
     Flags,
+    RuleFinding,
     above,
     below,
     of_list,
@@ -55,7 +55,7 @@ class Length(FilterBase):
     min_words: TextLength = 0
     """Minimum number of words, separated by white space."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         yield below("length.too_short", facts.sizes, self.min_characters)
         if self.max_characters is not None:
             yield above("length.too_long", facts.sizes, self.max_characters)
@@ -81,7 +81,7 @@ class Characters(FilterBase):
     min_ascii: Share = 0.0
     """Minimum share of ASCII. Values above 0 remove whole languages. The key exists for old recipes."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         if not self.nul:
             yield above("characters.nul", facts.each(facts.places("\0")), 0)
         yield above("characters.controls", shares(facts.count(features.CONTROL), facts.sizes), self.max_controls)
@@ -122,7 +122,7 @@ class Lines(FilterBase):
     max_number_lines: Share = 1.0
     """Maximum share of lines without a letter."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         lines = facts.written
         starts, ends = facts.stripped(lines)
         bullets = _any(facts.begins(starts, mark) for mark in BULLETS)
@@ -177,7 +177,7 @@ class Boilerplate(FilterBase):
     max_templates: TextLength = 2
     """Maximum number of unfilled template fields."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         lines = facts.written
         has_phrase: Flags = np.zeros(len(lines.starts), np.bool_)
         for phrase in self.phrases:
@@ -219,7 +219,7 @@ class Urls(FilterBase):
             raise ValueError("has neither hosts nor words, so it drops nothing: set one of them")
         return self
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         hosts, words = _hosts(self.hosts, self.hosts_path), _words(self.words, self.words_path)
         listed: Flags = np.zeros(len(facts), np.bool_)
         word_counts = np.zeros(len(facts), np.int64)
@@ -227,7 +227,7 @@ class Urls(FilterBase):
             if (address := facts.addresses[index]) is not None:
                 listed[index] = is_listed(host_of(address), hosts)
                 word_counts[index] = len(words.intersection(WORD.findall(unquote(address).lower())))
-        yield FilterHit("urls.host", listed, np.ones(len(facts)))
+        yield RuleFinding("urls.host", listed, np.ones(len(facts)))
         yield above("urls.words", word_counts, self.min_words - 1)
 
 
@@ -288,7 +288,7 @@ class Language(FilterBase):
     def packages(self) -> tuple[str, ...]:
         return ("py3langid",)
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         identifier, names = _identifier(), np.full(len(facts), "", object)
         sure = np.ones(len(facts))
         for index in np.flatnonzero(live).tolist():
@@ -296,7 +296,7 @@ class Language(FilterBase):
             names[index], sure[index] = name, float(confidence)
         yield below("language.unsure", sure, self.min_confidence)
         for name in sorted(set(names[live]) - set(self.keep)):
-            yield FilterHit(f"language.{name}", np.asarray(live & (names == name)), sure)
+            yield RuleFinding(f"language.{name}", np.asarray(live & (names == name)), sure)
 
 
 @cache
@@ -354,7 +354,7 @@ class Code(FilterBase):
     max_comments: Share = 1.0
     """Maximum share of comments and docstrings. StarCoder: 0.8."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         lines = facts.lines
         longest = np.maximum.reduceat(facts.characters(lines.starts, lines.ends), lines.first)
         yield above("code.long_line", longest, self.max_line_characters)
@@ -369,33 +369,33 @@ class Code(FilterBase):
         yield from self._data(facts, suffixes)
         yield from self._comments(facts, live, suffixes)
 
-    def _html(self, facts: BatchFeatures, live: Flags, suffixes: list[str]) -> Iterator[FilterHit]:
+    def _html(self, facts: BatchFeatures, live: Flags, suffixes: list[str]) -> Iterator[RuleFinding]:
         kinds = zip(suffixes, facts.texts, strict=True)
         pages = live & np.array([suffix in HTML or (suffix == "" and _begins_html(text)) for suffix, text in kinds])
         visible = np.maximum(_asked(facts, pages, visible_characters), 0)
         few = np.asarray(pages & (visible < self.min_visible_html_characters))
-        yield FilterHit("code.few_visible_characters", few, visible)
+        yield RuleFinding("code.few_visible_characters", few, visible)
         share = visible / np.maximum(facts.sizes, 1)
-        yield FilterHit("code.markup", np.asarray(pages & (share < self.min_visible_html)), share)
+        yield RuleFinding("code.markup", np.asarray(pages & (share < self.min_visible_html)), share)
 
-    def _data(self, facts: BatchFeatures, suffixes: list[str]) -> Iterator[FilterHit]:
+    def _data(self, facts: BatchFeatures, suffixes: list[str]) -> Iterator[RuleFinding]:
         data = np.array([suffix in DATA for suffix in suffixes])
         if data.any():
             sizes = facts.sizes.astype(np.float64)
-            yield FilterHit("code.short_data", np.asarray(data & (sizes < self.min_data_characters)), sizes)
-            yield FilterHit("code.long_data", np.asarray(data & (sizes > self.max_data_characters)), sizes)
+            yield RuleFinding("code.short_data", np.asarray(data & (sizes < self.min_data_characters)), sizes)
+            yield RuleFinding("code.long_data", np.asarray(data & (sizes > self.max_data_characters)), sizes)
             letters = shares(facts.count(features.LETTER), facts.sizes)
-            yield FilterHit("code.few_letters", np.asarray(data & (letters < self.min_data_letters)), letters)
+            yield RuleFinding("code.few_letters", np.asarray(data & (letters < self.min_data_letters)), letters)
 
-    def _comments(self, facts: BatchFeatures, live: Flags, suffixes: list[str]) -> Iterator[FilterHit]:
+    def _comments(self, facts: BatchFeatures, live: Flags, suffixes: list[str]) -> Iterator[RuleFinding]:
         if self.min_comments <= 0 and self.max_comments >= 1:
             return
         share = np.zeros(len(facts))
         spoken = np.array([suffix in HASHES or suffix in SLASHES for suffix in suffixes])
         for index in np.flatnonzero(live & spoken).tolist():
             share[index] = comment_share(facts.texts[index], hashes=suffixes[index] in HASHES)
-        yield FilterHit("code.few_comments", np.asarray(spoken & (share < self.min_comments)), share)
-        yield FilterHit("code.many_comments", np.asarray(spoken & (share > self.max_comments)), share)
+        yield RuleFinding("code.few_comments", np.asarray(spoken & (share < self.min_comments)), share)
+        yield RuleFinding("code.many_comments", np.asarray(spoken & (share > self.max_comments)), share)
 
 
 def _asked(facts: BatchFeatures, asked: Flags, question: Callable[[str], int]) -> FeatureValues:
@@ -710,7 +710,7 @@ class Pii(FilterBase):
             masked_texts[index] = (masked(facts.texts[index], spans), Counter(str(span.kind) for span in spans))
         return masked_texts
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         if self.action == "mask":
             return
         counts = {kind: np.zeros(len(facts), np.int64) for kind in self.find}

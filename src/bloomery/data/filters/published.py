@@ -26,9 +26,9 @@ from bloomery.data.filters.features import (
     BatchFeatures,
     FeatureValues,
     FilterBase,
-    FilterHit,
     Flags,
     Positions,
+    RuleFinding,
     Spans,
     above,
     below,
@@ -74,11 +74,11 @@ class Gopher(FilterBase):
     stop_words: tuple[str, ...] = STOP_WORDS
     """The words that `min_stop_words` counts."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         words = facts.words
         symbols = facts.words_without(features.SOLID)
         counted = words.counts - facts.each_word(symbols)
-        yield FilterHit(
+        yield RuleFinding(
             "gopher.too_few_words", (counted < self.min_words) | (words.counts == 0), counted.astype(np.float64)
         )
         yield above("gopher.too_many_words", counted, self.max_words)
@@ -199,11 +199,11 @@ class C4(FilterBase):
     bad_words_path: DiskPath | None = None
     """A text file with such words, one per line."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         lines = _LineVerdicts(self, facts)
         lorem, curly = lines.first_in_each(lines.lorem), lines.first_in_each(lines.curly)
-        yield FilterHit("c4.lorem_ipsum", (lorem > 0) & ((curly == 0) | (lorem <= curly)), lorem.astype(np.float64))
-        yield FilterHit("c4.curly_bracket", curly > 0, curly.astype(np.float64))
+        yield RuleFinding("c4.lorem_ipsum", (lorem > 0) & ((curly == 0) | (lorem <= curly)), lorem.astype(np.float64))
+        yield RuleFinding("c4.curly_bracket", curly > 0, curly.astype(np.float64))
         yield below("c4.too_few_sentences", sums(lines.sentences, lines.spans), self.min_sentences)
         if self.min_kept_lines:
             kept = sums(lines.sentences > 0, lines.spans)
@@ -337,9 +337,9 @@ class FineWeb(FilterBase):
     max_lines_per_word: Ratio = 0.3
     """Maximum ratio of lines to words."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         lines = facts.written
-        yield FilterHit("fineweb.no_lines", lines.counts == 0, np.zeros(len(facts)))
+        yield RuleFinding("fineweb.no_lines", lines.counts == 0, np.zeros(len(facts)))
         ended = facts.bits[facts.last_characters(lines.ends)] & features.TERMINAL > 0
         yield below("fineweb.few_line_ends", shares(sums(ended, lines), lines.counts), self.min_lines_with_end)
         sizes = facts.characters(lines.starts, lines.ends)
@@ -390,7 +390,7 @@ class Repetition(FilterBase):
     max_duplicate_ngrams: NgramShares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Maximum share of characters in repetitions of an earlier 5-gram, 6-gram, … of words."""
 
-    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
+    def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[RuleFinding]:
         count, share = _paragraphs(facts)
         yield above("repetition.duplicate_paragraphs", count, self.max_duplicate_paragraphs)
         yield above("repetition.duplicate_paragraph_characters", share, self.max_duplicate_paragraph_characters)

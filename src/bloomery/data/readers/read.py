@@ -132,10 +132,11 @@ def _outside(name: str, value: int | float, least: int | float | None, most: int
 
 
 Name = Annotated[str, Field(pattern=r"^[\w.\-]+$")]
-FileFormat = Literal["text", "html", "jsonl", "parquet", "csv", "tsv", "warc"]
+FileFormat = Literal["text", "html", "jsonl", "json", "parquet", "csv", "tsv", "warc"]
 
 SUFFIXES: dict[str, FileFormat] = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",
     ".tsv": "tsv",
@@ -306,9 +307,9 @@ def items(
     one of the two.
 
     `name` is the file's relative name in its source. Ids begin with it: "SOURCE/NAME:LINE" or "SOURCE/NAME".
-    `form` is the format if `name` does not show it. `url` is the address that the file came from. A jsonl, parquet or
-    csv file needs a `TableSource`. Raises DataError, with file, position and hint, for unreadable input unless
-    `source.invalid` allows it; never for empty or unaccepted documents.
+    `form` is the format if `name` does not show it. `url` is the address that the file came from. A table, as
+    jsonl, json, parquet and csv are, needs a `TableSource`. Raises DataError, with file, position and hint, for
+    unreadable input unless `source.invalid` allows it; never for empty or unaccepted documents.
     """
     form = form or format_of(name)
     for item in READERS[form](source, path, name, form, ReadContext(url, span)):
@@ -438,6 +439,8 @@ def _rows(
 ) -> Iterator[tuple[int, rows.RowOrError]]:
     if form == "jsonl":
         return rows.jsonl(path, source.max_document_bytes, span)
+    if form == "json":
+        return rows.objects(path, source.max_document_bytes)
     asked = [name for _, name in _template(source.template) if name] if source.template else [source.text_field]
     asked += [source.id_field] if source.id_field and source.needs_id else []
     asked += [source.best.field] if source.best else []
@@ -540,5 +543,5 @@ READERS: dict[FileFormat, Reader] = {
     "text": _text_file,
     "html": _text_file,
     "warc": _crawl,
-    **dict.fromkeys(("jsonl", "parquet", "csv", "tsv"), _table),
+    **dict.fromkeys(("jsonl", "json", "parquet", "csv", "tsv"), _table),
 }

@@ -381,19 +381,19 @@ SPACE = re.compile(r"[ \t\r\n]*")
 BETWEEN = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
 
 
-def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
+def objects(path: Path, max_bytes: int, *, setting: str = readers_bytes.DOCUMENT) -> Iterator[tuple[int, RowOrError]]:
     """
     Line (from 1) on which it begins, and object, of every element of a .json, .json.gz or .json.zst file. A file that
     holds no list is read as lines of objects: many are called so.
 
-    An element that is no object, or is one of more than `max_bytes`, is a problem, and the next one comes after it.
-    Reading ends at text that is no JSON, and at an element that has no end within `max_bytes`. The last item is then
-    the problem `torn` or `too_long`.
+    An element that is no object, or is one of more than `max_bytes`, which the source calls `setting`, is a problem,
+    and the next one comes after it. Reading ends at text that is no JSON, and at an element that has no end within
+    `max_bytes`. The last item is then the problem `torn` or `too_long`.
     """
     text = _Text(path)
     text.more()
     if not text.held[SPACE.match(text.held).end() :].startswith("["):  # type: ignore[union-attr]
-        yield from jsonl(path, max_bytes, setting=readers_bytes.ROW)
+        yield from jsonl(path, max_bytes, setting=setting)
         return
     text.skip(SPACE)
     text.at += 1
@@ -414,7 +414,7 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
                 break
             except (ValueError, RecursionError) as error:
                 if len(text.held) - text.at > max_bytes:
-                    problem = _too_long(text.held[text.at :], max_bytes, line, "at least ")
+                    problem = _too_long(text.held[text.at :], max_bytes, line, setting, "at least ")
                     yield (
                         line,
                         ReadError(problem.reason, problem.value, f"{problem.what}; the text after it is not read"),
@@ -427,7 +427,7 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
         held = text.held[text.at : end] if 4 * (end - text.at) > max_bytes else ""
         text.at = end
         if utf8_bytes(held) > max_bytes:
-            yield line, _too_long(held, max_bytes, line)
+            yield line, _too_long(held, max_bytes, line, setting)
         elif isinstance(value, dict):
             yield line, value
         else:
@@ -435,9 +435,9 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
             yield line, ReadError("not_json", line, what)
 
 
-def _too_long(held: str, max_bytes: int, line: int, least: str = "") -> ReadError:
+def _too_long(held: str, max_bytes: int, line: int, setting: str, least: str = "") -> ReadError:
     what = f"the element that begins on line {line}"
-    return readers_bytes.too_long(utf8_bytes(held), max_bytes, what, least, setting=readers_bytes.ROW)
+    return readers_bytes.too_long(utf8_bytes(held), max_bytes, what, least, setting=setting)
 
 
 class _Text:

@@ -53,7 +53,10 @@ class Folder(FileSource):
 
 
 class Jsonl(TableSource):
-    """Files with one JSON object per line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
+    """
+    Files with one JSON object per line: .jsonl, .jsonl.zst, .jsonl.gz. A .json file may also hold one list of objects.
+    `path` may hold wildcards.
+    """
 
     kind: Literal["jsonl"] = "jsonl"
     path: DiskPath
@@ -96,8 +99,8 @@ class Warc(FileSource):
 
 class AnyFiles(TableSource):
     """
-    A file, a folder with everything below it, or wildcards. The extension of a file gives its format: jsonl, parquet,
-    csv, WARC, HTML or text. The data tools read files in this way.
+    A file, a folder with everything below it, or wildcards. The extension of a file gives its format: jsonl, json (a
+    list of objects, or a line for each), parquet, csv, WARC, HTML or text. The data tools read files in this way.
     """
 
     kind: Literal["files"] = "files"
@@ -255,7 +258,8 @@ def _form(source: Files, name: str) -> readers_read.FileFormat | None:
         return None
     if isinstance(source, Csv):
         return "tsv" if readers_read.format_of(name) == "tsv" else "csv"
-    return None if isinstance(source, Folder) and readers_read.format_of(name) == "html" else FORMS[source.kind]
+    named = readers_read.format_of(name)
+    return None if (source.kind, named) in (("folder", "html"), ("jsonl", "json")) else FORMS[source.kind]
 
 
 FORMS: dict[str, readers_read.FileFormat] = {"folder": "text", "jsonl": "jsonl", "parquet": "parquet", "warc": "warc"}

@@ -116,11 +116,12 @@ class _AttentionElsewhere(torch.autograd.Function):
 def attention_elsewhere(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """
     Attention as a GPU holds it in memory. Below FLEX_TOKENS, torch's memory-efficient kernel takes masks: as a bias in
-    the format of queries, and with each key head repeated for its queries.
+    the format of queries, and with each key head repeated for its queries. So it does for all rows where the trial of
+    FlexAttention failed.
     """
     k, v, bias = k.to(q.dtype), v.to(q.dtype), None
     plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
-    if not plain and (mask.allowed is not None or mask.num_queries < FLEX_TOKENS):
+    if not plain and (mask.allowed is not None or mask.num_queries < FLEX_TOKENS or not devices.may_attend("flex")):
         group = q.shape[1] // k.shape[1]
         k, v = (one if group == 1 else one.repeat_interleave(group, dim=1) for one in (k, v))
         bias = mask.bias(q.dtype)

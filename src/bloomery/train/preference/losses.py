@@ -31,10 +31,10 @@ from bloomery.core.signals import StopRequest
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
-from bloomery.train.loss import chunk_tokens
+from bloomery.train.loss import chunk_tokens, on_processor, padded_table
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Dpo, Grpo, Ipo, SimPo
-from bloomery.train.step import BatchTotals, LossSums
+from bloomery.train.step import BatchTotals, LossSums, Placed, placed, supervised_hidden
 
 import torch
 import torch.nn.functional as F
@@ -105,15 +105,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         y = s[target] − log Σ exp(s)      s = h Wᵀ, in nats
 
     in chunks of tokens. The backward pass computes their logits again, when the gradient of each y is known:
-    ∂y/∂s = onehot(target) − softmax(s).
+    ∂y/∂s = onehot(target) − softmax(s). On GPUs, the vocabulary is padded as in loss.py.
     """
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         log_p = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        table = weight.to(hidden.dtype)
-        for piece in _pieces(len(hidden), len(weight)):
-            logits = (hidden[piece] @ table.t()).float()
+        table = _table(weight, hidden)
+        for piece in _pieces(hidden, len(weight)):
+            logits = _logits(hidden[piece], table, len(weight))
             log_p[piece] = logits.gather(1, targets[piece, None])[:, 0] - torch.logsumexp(logits, 1)
         context.save_for_backward(hidden, weight, targets)
         return log_p
@@ -121,23 +121,34 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, targets = context.saved_tensors
-        table = weight.to(hidden.dtype)
+        table = _table(weight, hidden)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if context.needs_input_grad[1] else None
-        for piece in _pieces(len(hidden), len(weight)):
+        kind = weight.dtype if on_processor(hidden) else torch.float32  # in which chunks are summed
+        grad_weight = torch.zeros_like(weight, dtype=kind) if context.needs_input_grad[1] else None
+        for piece in _pieces(hidden, len(weight)):
             share = upstream[0][piece, None]
-            grad = torch.softmax((hidden[piece] @ table.t()).float(), 1).mul_(-share)
+            grad = torch.softmax(_logits(hidden[piece], table, len(weight)), 1).mul_(-share)
             grad.scatter_add_(1, targets[piece, None], share)
             grad = grad.to(hidden.dtype)
             grad_hidden[piece] = grad @ table
             if grad_weight is not None:
-                grad_weight += (grad.t() @ hidden[piece]).to(weight.dtype)
-        return grad_hidden, grad_weight, None
+                grad_weight += (grad.t() @ hidden[piece])[: len(weight)].to(kind)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _pieces(count: int, vocab_size: int) -> list[slice]:
-    size = chunk_tokens(vocab_size)
-    return [slice(start, start + size) for start in range(0, count, size)]
+def _table(weight: Tensor, hidden: Tensor) -> Tensor:
+    return weight.to(hidden.dtype) if on_processor(hidden) else padded_table(weight, hidden.dtype)
+
+
+def _logits(hidden: Tensor, table: Tensor, vocab_size: int) -> Tensor:
+    logits = (hidden @ table.t()).float()
+    logits[:, vocab_size:] = -torch.inf
+    return logits
+
+
+def _pieces(hidden: Tensor, vocab_size: int) -> list[slice]:
+    size = chunk_tokens(vocab_size, processor=on_processor(hidden))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 def log_probs(
@@ -148,31 +159,37 @@ def log_probs(
     return log_p
 
 
-def _of_targets(model: Transformer, batch: Batch, precision: Precision, temperature: float) -> Float[Tensor, " N"]:
+def _of_targets(model: Transformer, batch: Placed, precision: Precision, temperature: float) -> Float[Tensor, " N"]:
     """Of the targets that count, row after row."""
-    device = precision.device.torch_device
-    whole = bool((batch.segments == batch.segments[:, :1]).all())
-    ids, positions, targets = (
-        torch.from_numpy(array).to(device) for array in (batch.ids, batch.positions, batch.targets)
-    )
-    segments = None if whole else torch.from_numpy(batch.segments).to(device)
-    with precision.autocast():
-        hidden = model(ids, positions=positions, segments=segments)
-    places = _places(batch).to(device)
-    chosen = hidden.flatten(0, 1)[places]
+    chosen = supervised_hidden(model, batch, precision)
     chosen = chosen if temperature == 1.0 else chosen / temperature
-    return log_probs(chosen, model.head_rows(), targets.flatten()[places])
+    return log_probs(chosen, model.head_rows(chosen.dtype), batch.targets)
 
 
-def _places(batch: Batch) -> Int[Tensor, " N"]:
-    return torch.from_numpy(np.flatnonzero(batch.targets != IGNORE))
+def by_token(
+    model: Transformer,
+    batch: Batch,
+    precision: Precision,
+    temperature: float = 1.0,
+    length_step: int | None = None,
+) -> Float[Tensor, "B T"]:
+    """
+    Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count. With `length_step`,
+    the model sees the columns up to the last target alone, in a multiple of it.
+    """
+    seen = batch if length_step is None else shortened(batch, length_step)
+    where = placed(seen, precision.device.torch_device)
+    log_p = _of_targets(model, where, precision, temperature)
+    spread = torch.zeros(seen.targets.size, device=log_p.device).index_put((where.supervised,), log_p)
+    return F.pad(spread.view(seen.targets.shape), (0, batch.targets.shape[1] - seen.targets.shape[1]))
 
 
-def by_token(model: Transformer, batch: Batch, precision: Precision, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-    """Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count."""
-    log_p = _of_targets(model, batch, precision, temperature)
-    spread = torch.zeros(batch.targets.size, device=log_p.device).index_put((_places(batch).to(log_p.device),), log_p)
-    return spread.view(batch.targets.shape)
+def shortened(batch: Batch, step: int) -> Batch:
+    """Without the columns behind the last target that counts, in a multiple of `step`."""
+    last = np.flatnonzero((batch.targets != IGNORE).any(0))
+    length = step * -(-int(last[-1] + 1) // step) if len(last) else step
+    parts = [part[:, :length] for part in (batch.ids, batch.targets, batch.positions, batch.segments)]
+    return Batch(*parts, batch.samples)
 
 
 class Sequences(NamedTuple):
@@ -193,7 +210,7 @@ def by_sequence(model: Transformer, batch: Batch, most: int, precision: Precisio
     The sums over each of the first `most` sequences (S) of each row, in the CPU's memory. They are few, and the CPU
     adds them up in the same order for every device.
     """
-    log_p = _of_targets(model, batch, precision, 1.0).cpu()
+    log_p = _of_targets(model, placed(batch, precision.device.torch_device), precision, 1.0).cpu()
     rows, places = np.nonzero(batch.targets != IGNORE)
     numbers = (batch.segments - batch.segments[:, :1])[rows, places]
     assert not len(numbers) or int(numbers.max()) < most, "padding has no target"
@@ -338,6 +355,8 @@ class GRPOLoss:
     loss: Grpo
     drawn: Callable[[], Drawn]
     """Those of the batch at hand."""
+    length_step: int | None = None
+    """See `by_token`. None where compiled blocks want a single length."""
     metrics: ClassVar[tuple[str, ...]] = ("kl", "clip_fraction")
     """Means over the tokens of the answers."""
     positive: ClassVar[bool] = False
@@ -348,7 +367,7 @@ class GRPOLoss:
         return BatchTotals(count, tokens, self.drawn().facts)
 
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
-        now = by_token(model, micro_batch, precision, self.loss.temperature)
+        now = by_token(model, micro_batch, precision, self.loss.temperature, self.length_step)
         drawn, device = self.drawn(), now.device
         rows = drawn.rows(micro_batch.samples)
         counts = torch.from_numpy(micro_batch.targets != IGNORE).to(device)
