@@ -18,7 +18,7 @@ All of this is in one file because each loss function is applied to these log-pr
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -188,8 +188,8 @@ def shortened(batch: Batch, step: int) -> Batch:
     """Without the columns behind the last target that counts, in a multiple of `step`."""
     last = np.flatnonzero((batch.targets != IGNORE).any(0))
     length = step * -(-int(last[-1] + 1) // step) if len(last) else step
-    parts = [part[:, :length] for part in (batch.ids, batch.targets, batch.positions, batch.segments)]
-    return Batch(*parts, batch.samples)
+    names = ("ids", "targets", "positions", "segments")
+    return replace(batch, **{name: getattr(batch, name)[:, :length] for name in names})
 
 
 class Sequences(NamedTuple):
