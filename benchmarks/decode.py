@@ -13,7 +13,8 @@ Bloomery's export writes, and llama.cpp its GGUF files, where llama-cpp-python i
 - prompts: the first token after a prompt of 1,024 tokens.
 - served: the scheduler answers 1 and 8 requests at once; the figures are of the tokens after the first of each answer,
   and with their prompts. It continues a conversation of 1,000 tokens by a turn of 20, next to a prompt of 20 tokens
-  alone. It answers a prompt that repeats itself with and without guessed tokens.
+  alone, and next to the one step that such a turn needs behind the conversation. It answers a prompt that repeats
+  itself with and without guessed tokens.
 - adapters: four requests on four LoRA adapters of rank 16 on all matrices: in one batch against one after another. Next
   to it, an adapter's answer against one of the base alone.
 - small: tokens per second of a model with the shape of recipes/demo.toml.
@@ -41,7 +42,7 @@ from demo import commit
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.pipeline import machine, versions
 from bloomery.generate.decoder import Decoder, PackedAdapter, PanelFormat
-from bloomery.generate.engine import Engine
+from bloomery.generate.engine import Engine, PackedBatch
 from bloomery.generate.scheduler import Constraint, Request, Scheduler
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
@@ -81,6 +82,8 @@ GOALS: dict[str, tuple[float, bool]] = {
     "served int8: 8 streams over 1": (5.0, True),
     "served bfloat16: second turn over its tokens alone": (1.2, False),
     "served int8: second turn over its tokens alone": (1.2, False),
+    "served bfloat16: second turn over its tokens after the conversation": (1.2, False),
+    "served int8: second turn over its tokens after the conversation": (1.2, False),
     "served bfloat16: guessing ahead over not": (1.5, True),
     "served int8: guessing ahead over not": (1.5, True),
     "adapters bfloat16: one batch over one after another": (2.0, True),
@@ -167,7 +170,7 @@ def main() -> None:
 
 def table(figures: dict[str, dict[str, float]]) -> str:
     """A row for each figure: with each number of threads, and whether it reaches its goal."""
-    rows = [f"{'':<54}" + "".join(f"{name:>12}" for name in figures) + f"{'goal':>10}"]
+    rows = [f"{'':<68}" + "".join(f"{name:>12}" for name in figures) + f"{'goal':>10}"]
     for name in dict.fromkeys(name for one in figures.values() for name in one):
         values = [one.get(name) for one in figures.values()]
         goal, more = GOALS.get(name, (None, True))
@@ -175,7 +178,7 @@ def table(figures: dict[str, dict[str, float]]) -> str:
         for value in values:
             met = "" if goal is None or value is None or (value >= goal) == more else " !"
             cells.append(f"{'-' if value is None else f'{value:,.3f}'}{met}")
-        rows.append(f"{name:<54}" + "".join(f"{cell:>12}" for cell in cells) + f"{'' if goal is None else goal:>10}")
+        rows.append(f"{name:<68}" + "".join(f"{cell:>12}" for cell in cells) + f"{'' if goal is None else goal:>10}")
     return "\n".join(rows)
 
 
@@ -329,6 +332,7 @@ def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[s
             turn = some_ids(TURN, 200 + number)
             answered(plain, [talk], 1)
             second, by_itself = answered(plain, [[*talk, *turn]], 1)[0], answered(plain, [turn], 1)[0]
+            in_place = continued(engine, talk, turn)
             copied = some_ids(PROMPT, 300 + number) * 4
             (slow, said), (fast, guessed) = (answered(one, [copied], 4 * count) for one in (plain, guessing))
             assert said == guessed, "guessed tokens changed the answer"
@@ -337,11 +341,23 @@ def served(engine: Engine, rounds: int, count: int, conversation: int) -> dict[s
             f"{STREAMS} streams over 1": STREAMS * step / step_of_all,
             f"{STREAMS} streams over 1, with prompts": STREAMS * seconds[1, count] / seconds[STREAMS, count],
             "second turn over its tokens alone": second / by_itself,
+            "second turn over its tokens after the conversation": second / in_place,
             "guessing ahead over not": slow / fast,
         }
         for name, value in row.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def continued(engine: Engine, talk: Sequence[int], turn: Sequence[int]) -> float:
+    """Seconds of the step that computes a turn, where the keys and values of the conversation are there."""
+    rows = engine.rows([talk], [len(turn)])
+    assert isinstance(rows, PackedBatch)
+    rows.begin()
+    positions = range(len(talk), len(talk) + len(turn))
+    began = time.perf_counter()
+    rows.decoder.step(turn, [0] * len(turn), positions, rows.pages, rows.memory, [len(turn) - 1])
+    return time.perf_counter() - began
 
 
 def new_answers(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float:

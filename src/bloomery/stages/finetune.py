@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.core.errors import DataError
-from bloomery.core.log import info
+from bloomery.core.log import counted, info
 from bloomery.core.records import content_hash
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
@@ -78,8 +78,9 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     rows_a_step = rows_per_step(config, length)
     measured = config.of_length(samples.num_samples, rows_a_step)
     if config.epochs is not None and measured.steps < FEW_STEPS and world.is_first:
-        what = f"{config.epochs:g} epochs of {samples.num_samples} rows are {measured.steps} steps of {rows_a_step}"
-        info(f"  {what}. For more steps, lower finetune.global_batch_tokens.", "yellow")
+        epochs = f"{config.epochs:g} {'epoch' if config.epochs == 1 else 'epochs'} of"
+        what = f"{epochs} {counted(samples.num_samples, 'row')} with {counted(rows_a_step, 'row')} a step"
+        info(f"  {what}: {counted(measured.steps, 'step')}. For more, lower finetune.global_batch_tokens.", "yellow")
     stats = TrainingRun(
         name="finetune",
         config=measured,
