@@ -59,8 +59,8 @@ def test_a_json_file_holds_a_list_of_objects_or_a_line_for_each_and_long_element
 ) -> None:
     pack = gzip.compress if name.endswith(".gz") else bytes
     objects = [{"text": "one"}, {"text": "two\nlines"}, {"text": "long " * 40}]
-    listed, lines = json.dumps(objects, indent=1), "\n".join(map(json.dumps, objects))
-    for text in (listed, lines):
+    rows = "\n".join(map(json.dumps, objects))
+    for text in (json.dumps(objects, indent=1), json.dumps(objects), rows):
         (tmp_path / name).write_bytes(pack(text.encode()))
         for source in (
             jsonl(tmp_path / name, max_document_bytes=150),
@@ -71,6 +71,25 @@ def test_a_json_file_holds_a_list_of_objects_or_a_line_for_each_and_long_element
             (rejected,) = (i for i in found if isinstance(i, RejectedDocument))
             assert rejected.problem.reason == "too_long"
             assert "max_document_bytes = 150" in rejected.problem.what
+            assert len({row_of(item)["id"] for item in found}) == 3
+
+
+def test_a_byte_that_is_not_utf_8_costs_its_own_element_of_a_list_alone(tmp_path: Path) -> None:
+    elements = [json.dumps({"text": f"document {number}"}).encode() for number in range(20_000)]
+    for bad in (3, 12_000):
+        some = [*elements]
+        some[bad] = b'{"text": "caf\xe9"}'
+        (tmp_path / "x.json").write_bytes(b"[" + b",\n".join(some) + b"]")
+        found = told(jsonl(tmp_path / "x.json"))
+        assert found == [f"document {n}" if n != bad else "not_utf8" for n in range(20_000)]
+
+
+def test_a_json_file_with_settings_stays_a_text_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "package.json").write_text(settings := json.dumps({"name": "x", "version": "1"}, indent=2))
+    (tmp_path / "rows.json").write_text(json.dumps([{"text": "one"}]))
+    assert told(AnyFiles(name="rows", domain="web", path=tmp_path)) == [settings, "one"]
+    (tmp_path / "package.json").write_text(settings[:-1])  # no JSON: a table with broken lines
+    assert "not_json" in told(AnyFiles(name="rows", domain="web", path=tmp_path, invalid="skip"))
 
 
 def test_by_default_rows_and_long_documents_are_rejected_and_files_that_are_torn_or_no_text_stop(

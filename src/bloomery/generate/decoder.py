@@ -496,7 +496,7 @@ class Decoder:
         self, model: Transformer, format: PanelFormat | Literal["auto"], cache: torch.dtype | None = None
     ) -> None:
         config = self.config = model.config
-        library = native.library(LIBRARY)
+        library = _opened()
         assert library is not None, "Decoder.of gives none without the library"
         self._library = library
         self._kept: list[Any] = []
@@ -675,18 +675,26 @@ def _head_format(format: PanelFormat | Literal["auto"], is_float32: bool) -> Pan
 
 
 @cached
-def _library() -> ctypes.CDLL | None:
-    """
-    The library, once it has computed the logits of two small models right. One that computes others is refused, with a
-    line that says so.
-    """
-    library = native.library(LIBRARY)
-    if library is None:
+def _opened() -> ctypes.CDLL | None:
+    """The library with the types of its functions, or None."""
+    if (library := native.library(LIBRARY)) is None:
         return None
     for function in (library.bloomery_decode, library.bloomery_decode_room, library.bloomery_decode_lanes):
         function.restype = ctypes.c_int64
     library.bloomery_decode_room.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 3)
     library.bloomery_decode.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    return library
+
+
+@cached
+def _library() -> ctypes.CDLL | None:
+    """
+    The library, once it has computed the logits of two small models right. One that computes others is refused, with a
+    line that says so.
+    """
+    library = _opened()
+    if library is None:
+        return None
     for config in TRIED:
         model = Transformer(config, 50)
         model.initialize(0)

@@ -320,13 +320,14 @@ class Engine:
 
     def check_tokens(self, ids: Iterable[int], where: str) -> None:
         """Raises DataError for IDs that are none of this model's."""
-        if (wrong := next((id for id in ids if id >= self.num_ids), None)) is not None:
+        if (wrong := next((id for id in ids if not 0 <= id < self.num_ids), None)) is not None:
             hint = f"This model's token IDs are 0 to {self.num_ids - 1}."
             raise DataError(f"there is no token {wrong}", where=where, hint=hint)
 
     def check(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
         """Raises DataError for a prompt that is empty or leaves no room, and for a bias of a token that is none."""
         self.check_tokens((id for id, _ in sampling.logit_bias), "logit_bias")
+        self.check_tokens(ids, "prompt")
         if not ids:
             raise DataError("the prompt is empty", hint="Pass at least one token ID.")
         if len(ids) >= self.context:
@@ -499,6 +500,7 @@ class ModelBatch:
         self.step, self.prompts, self._prompt_step = step, prompts, prompt_step
         self.last = [prompt[-1] for prompt in prompts]
         self.positions = [len(prompt) - 1 for prompt in prompts]
+        self._moves = not step.captures()
         self._slots = {row: row for row in range(len(prompts))}
         """Of each prompt's row: its row in the step."""
 
@@ -523,7 +525,7 @@ class ModelBatch:
 
     def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
         """Logits of what follows, for some rows, after one more ID of each. Rows that are left out have ended."""
-        if 2 * len(rows) <= self.step.num_rows and not self.step.captures():
+        if self._moves and 2 * len(rows) <= self.step.num_rows:
             self._move(rows)
         slots = [self._slots[row] for row in rows]
         for slot, id in zip(slots, ids, strict=True):

@@ -32,7 +32,7 @@ from bloomery.stages.rollouts import SAMPLES
 from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded, ModelLanguage
+from bloomery.weights.hf import Loaded, LoadFormat, ModelLanguage
 
 SAMPLES_SHOWN = 16
 CONVERSATIONS = "conversations.jsonl"
@@ -43,9 +43,11 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     devices.return_freed_memory()
     device = devices.find(config.device)
     last = "prefer" if "prefer" in inputs else "finetune"
-    # One model after the other, each in the number format of its files: a GPU may have room for one of them.
+    # One model after the other. A GPU may have room for one of them, in the format of its files; CPUs are often slow
+    # in short formats.
+    dtype: LoadFormat = "auto" if device.is_gpu else "float32"
     words = hf.language(inputs[last] / "model")
-    below = partial(hf.load, base_of(inputs), device.torch_device, dtype="auto")
+    below = partial(hf.load, base_of(inputs), device.torch_device, dtype=dtype)
     base = below()
     talks = HeldOutTalks.drawn(config, inputs, words, base.model.config.context_length)
     bits, continued = bits_per_byte(base, inputs.get("shard"), config, device), list(continuations(base))
@@ -56,7 +58,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     talks.measure("pretrain", replace(base, language=words))
     del base
     device.release()
-    tuned = hf.load(inputs[last] / "model", device.torch_device, dtype="auto")
+    tuned = hf.load(inputs[last] / "model", device.torch_device, dtype=dtype)
     talks.measure(last, tuned)
     asked = held_out.held_out(config.seed, config.toy_questions)
     judged = ask(tuned, asked, config.max_tokens)

@@ -92,7 +92,8 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
 
 def _warn_about_domains(state: "_Taken") -> None:
     """Say where the field that a source names for the domain is in none of its rows."""
-    source, name = state.source, getattr(state.source, "domain_field", None)
+    source = state.source
+    name = getattr(source, "domain_field", None) if "domain_field" in source.model_fields_set else None
     if name and state.count("documents") and set(_domains(state.records).to_json()) == {source.domain}:
         what = f"no row has a text in {name!r}, which domain_field names: all are in domain {source.domain!r}"
         info(f"fetch: {source.name}: {what}", "yellow")

@@ -165,16 +165,14 @@ def test_a_row_that_is_longer_than_its_source_allows_costs_itself_alone_and_name
     assert problem.what.endswith("bytes, more than max_row_bytes = 1,000")
 
 
-def test_where_an_element_has_no_end_within_what_its_source_allows_what_follows_is_told_to_be_unread(
-    tmp_path: Path,
-) -> None:
-    given = [PAIRS[0], {"question": "long", "answer": "x" * 2_000_000}, PAIRS[1]]
-    (tmp_path / "a.json").write_text(json.dumps(given, indent=1))
+def test_an_element_far_beyond_what_its_source_allows_is_passed(tmp_path: Path) -> None:
+    long = {"question": 'a "quoted" \\ [word', "answer": "x" * 2_000_000, "more": [{"deep": ["]}"]}]}
+    (tmp_path / "a.json").write_text(json.dumps([PAIRS[0], long, PAIRS[1]], indent=1))
     found = read(files(tmp_path, max_row_bytes=1000))
-    assert [len(texts) for texts in said(found)] == [2]
+    assert [len(texts) for texts in said(found)] == [2, 2]
     [problem] = [one.problem for one in found if isinstance(one, RejectedRow)]
-    assert "has at least" in problem.what
-    assert problem.what.endswith("more than max_row_bytes = 1,000; the text after it is not read")
+    assert "has at least 2,000," in problem.what
+    assert problem.what.endswith("more than max_row_bytes = 1,000")
     (tmp_path / "a.json").rename(tmp_path / "a.txt")
     [text] = read(files(tmp_path, max_row_bytes=1000))
     assert isinstance(text, RejectedRow)

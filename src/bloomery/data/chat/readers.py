@@ -394,16 +394,8 @@ def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterato
             numbered_rows = iter([(0, ReadError("no_rows", 0, "holds plain text, not rows"))])
         else:
             numbered_rows = rows.jsonl(file.path, source.max_row_bytes, setting=readers_bytes.ROW)
-        for ending, row in _placed(numbered_rows):
+        for ending, row in rows.placed(numbered_rows):
             yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
-
-
-def _placed(numbered_rows: Iterator[tuple[int, RowOrError]]) -> Iterator[tuple[str, RowOrError]]:
-    """Rows with the suffix of location and id: ":LINE", and ":LINE#COUNT" from the second row of a line on."""
-    last, count = -1, 0
-    for line, row in numbered_rows:
-        last, count = line, count + 1 if line == last else 1
-        yield f":{line}" if count == 1 else f":{line}#{count}", row
 
 
 def _parquet(file: _File) -> Iterator[tuple[int, RowOrError]]:
@@ -448,7 +440,7 @@ def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]], seen:
     source, shape = file.source, file.source.shape
     nodes: list[tuple[int, ChatRow]] = []
     places: list[str] = []
-    for ending, row in _placed(numbered_rows):
+    for ending, row in rows.placed(numbered_rows):
         if isinstance(row, ReadError):
             yield _item(file, ending, None, row)
             continue

@@ -311,7 +311,10 @@ def items(
     jsonl, json, parquet and csv are, needs a `TableSource`. Raises DataError, with file, position and hint, for
     unreadable input unless `source.invalid` allows it; never for empty or unaccepted documents.
     """
-    form = form or format_of(name)
+    if form is None:
+        named = format_of(name)
+        is_text = named == "json" and not rows.holds_rows(path, source.max_document_bytes)
+        form = "text" if is_text else named
     for item in READERS[form](source, path, name, form, ReadContext(url, span)):
         if isinstance(item, RejectedDocument) and _stops(source, form, item.problem):
             hint = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to continue without it.'
@@ -423,9 +426,9 @@ def _crawl(source: FileSource, path: Path, name: str, form: FileFormat, context:
 def _table(source: FileSource, path: Path, name: str, form: FileFormat, context: ReadContext) -> Iterator[DocumentItem]:
     assert isinstance(source, TableSource), f"{type(source).__name__} does not say which fields of {name} are read"
     empty = True
-    for number, row in _rows(source, path, form, context.span):
+    for suffix, row in rows.placed(_rows(source, path, form, context.span)):
         empty = False
-        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", context.url)
+        yield _row_item(source, name + suffix, row, f"{path}{suffix}", context.url)
     if empty and context.span is None:
         yield _no_rows(source, path, name)
 

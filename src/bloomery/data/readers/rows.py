@@ -13,7 +13,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,65 +379,81 @@ class _Feed:
 
 SPACE = re.compile(r"[ \t\r\n]*")
 BETWEEN = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
+BRACKETS = re.compile(r'[\[\]{}"]')
+IN_QUOTES = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+NOT_DECODED = re.compile("[\udc80-\udcff]")
+"""A byte that is no UTF-8, as the error handler surrogateescape keeps it."""
+
+
+def holds_rows(path: Path, max_bytes: int) -> bool:
+    """
+    Whether a .json, .json.gz or .json.zst file is read by `objects`: not if it is one value over several lines of at
+    most `max_bytes`, as files with settings are.
+    """
+    text = _Text(path)
+    text.skip(SPACE)
+    if text.held.startswith("[", text.at):
+        return True
+    data = readers_bytes.whole(path, max_bytes)
+    if isinstance(data, ReadError):
+        return True
+    try:
+        json.loads(data.strip().partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        pass
+    else:
+        return True
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def placed(numbered_rows: Iterable[tuple[int, RowOrError]]) -> Iterator[tuple[str, RowOrError]]:
+    """Rows with the suffix of location and ID: ":LINE", and ":LINE#COUNT" from the second row of a line on."""
+    last, count = -1, 0
+    for line, row in numbered_rows:
+        last, count = line, count + 1 if line == last else 1
+        yield f":{line}" if count == 1 else f":{line}#{count}", row
 
 
 def objects(path: Path, max_bytes: int, *, setting: str = readers_bytes.DOCUMENT) -> Iterator[tuple[int, RowOrError]]:
     """
     Line (from 1) on which it begins, and object, of every element of a .json, .json.gz or .json.zst file. A file that
-    holds no list is read as lines of objects: many are called so.
+    begins with no list is read as lines of objects: many are called so. Lists may follow each other.
 
-    An element that is no object, or is one of more than `max_bytes`, which the source calls `setting`, is a problem,
-    and the next one comes after it. Reading ends at text that is no JSON, and at an element that has no end within
-    `max_bytes`. The last item is then the problem `torn` or `too_long`.
+    An element is a problem if it is no object, is not UTF-8, or has more than `max_bytes`, which the source calls
+    `setting`. The next one comes after it. Reading ends at text that is no JSON: the last item is then the problem
+    `torn`.
     """
     text = _Text(path)
-    text.more()
-    if not text.held[SPACE.match(text.held).end() :].startswith("["):  # type: ignore[union-attr]
+    text.skip(SPACE)
+    if not text.held.startswith("[", text.at):
         yield from jsonl(path, max_bytes, setting=setting)
         return
-    text.skip(SPACE)
     text.at += 1
-    decoder = json.JSONDecoder()
     while True:
         text.skip(BETWEEN)
         if text.held.startswith("]", text.at):
             text.at += 1
             text.skip(SPACE)
+            if text.held.startswith("[", text.at):
+                text.at += 1
+                continue
             if text.problem or text.at < len(text.held):
                 what = f"the list ends before line {text.line} does; the text after it is not read"
-                yield text.line, text.problem or ReadError("not_json", text.line, what)
+                yield text.line, text.problem or ReadError("torn", text.line, what)
             return
         line = text.line
-        while True:
-            try:
-                value, end = decoder.raw_decode(text.held, text.at)
-                break
-            except (ValueError, RecursionError) as error:
-                if len(text.held) - text.at > max_bytes:
-                    problem = _too_long(text.held[text.at :], max_bytes, line, setting, "at least ")
-                    yield (
-                        line,
-                        ReadError(problem.reason, problem.value, f"{problem.what}; the text after it is not read"),
-                    )
-                    return
-                if not text.more():
-                    what = f"the list is broken in the element on line {line}; the text after it is not read ({error})"
-                    yield line, text.problem or ReadError("torn", line, what)
-                    return
-        held = text.held[text.at : end] if 4 * (end - text.at) > max_bytes else ""
-        text.at = end
-        if utf8_bytes(held) > max_bytes:
-            yield line, _too_long(held, max_bytes, line, setting)
-        elif isinstance(value, dict):
-            yield line, value
-        else:
-            what = f"the element on line {line} holds {type(value).__name__} instead of an object"
-            yield line, ReadError("not_json", line, what)
+        value = text.element(max_bytes, setting)
+        yield line, value
+        if isinstance(value, ReadError) and value.reason not in OF_ELEMENTS:
+            return
 
 
-def _too_long(held: str, max_bytes: int, line: int, setting: str, least: str = "") -> ReadError:
-    what = f"the element that begins on line {line}"
-    return readers_bytes.too_long(utf8_bytes(held), max_bytes, what, least, setting=setting)
+OF_ELEMENTS = ("not_json", "not_utf8", "too_long")
+"""What is wrong with one element of a list, which others may follow."""
 
 
 class _Text:
@@ -445,11 +461,13 @@ class _Text:
 
     def __init__(self, path: Path) -> None:
         self._chunks = readers_bytes.chunks(path)
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self.held, self.at = "", 0
         """The text in memory, and the position in it that is read next."""
         self._passed, self._counted = 1, 0
+        self._has_bad_bytes = False
         self.problem: ReadError | None = None
+        """Why the rest of the file cannot be read."""
 
     @property
     def line(self) -> int:
@@ -467,13 +485,9 @@ class _Text:
             if isinstance(chunk, ReadError):
                 self.problem = chunk
                 break
-            try:
-                pieces.append(self._decoder.decode(chunk))
-            except UnicodeDecodeError as error:
-                what = f"holds 0x{error.object[error.start]:02x} after line {line}, which is not UTF-8"
-                self.problem = marked(error.object) if line == 1 else None
-                self.problem = self.problem or ReadError("not_utf8", line, what, UNMARKED)
-                break
+            pieces.append(self._decoder.decode(chunk))
+            if not pieces[-1].isascii() and NOT_DECODED.search(pieces[-1]):
+                self._has_bad_bytes = True
             size += len(pieces[-1])
         self.held = "".join(pieces)
         return size > 0
@@ -484,3 +498,60 @@ class _Text:
             self.at = what.match(self.held, self.at).end()  # type: ignore[union-attr]
             if self.at < len(self.held) or not self.more():
                 return
+
+    def element(self, max_bytes: int, setting: str) -> RowOrError:
+        """The object that begins here, or what is wrong with it. Reading continues behind it."""
+        line = self.line
+        what = f"the element that begins on line {line}"
+        while True:
+            try:
+                value, end = JSON.raw_decode(self.held, self.at)
+                break
+            except json.JSONDecodeError as error:
+                if len(self.held) - self.at > max_bytes:
+                    if (size := self.pass_value()) > max_bytes:
+                        return readers_bytes.too_long(size, max_bytes, what, "at least ", setting=setting)
+                elif self.more():
+                    continue
+                what = f"the list is broken in the element on line {line}; the text after it is not read ({error})"
+                return self.problem or ReadError("torn", line, what)
+            except (ValueError, RecursionError) as error:  # it is JSON, but has too many digits or levels for Python
+                if self.pass_value():
+                    return ReadError("not_json", line, f"{what} cannot be read ({error})")
+                return self.problem or ReadError("torn", line, f"{what} has no end; the text after it is not read")
+        begin, self.at = self.at, end
+        if self._has_bad_bytes and (byte := NOT_DECODED.search(self.held, begin, end)):
+            return ReadError(
+                "not_utf8", line, f"{what} holds 0x{ord(byte[0]) - 0xDC00:02x}, which is not UTF-8", UNMARKED
+            )
+        if 4 * (end - begin) > max_bytes and (size := utf8_bytes(self.held[begin:end])) > max_bytes:
+            return readers_bytes.too_long(size, max_bytes, what, setting=setting)
+        if isinstance(value, dict):
+            return value
+        return ReadError(
+            "not_json", line, f"the element on line {line} holds {type(value).__name__} instead of an object"
+        )
+
+    def pass_value(self) -> int:
+        """Pass the list, object or string that begins here. Gives its characters, 0 where it has no end."""
+        depth, quoted, passed, begin = 0, False, 0, self.at
+        if not self.held.startswith(("{", "[", '"'), begin):
+            return 0
+        while True:
+            mark = IN_QUOTES.match(self.held, self.at) if quoted else BRACKETS.search(self.held, self.at)
+            self.at = len(self.held) if mark is None else mark.end()
+            if quoted and self.held.startswith('"', self.at):
+                self.at, quoted = self.at + 1, False
+            elif quoted or mark is None:
+                passed += self.at - begin
+                if not self.more():
+                    return 0
+                begin = 0
+                continue
+            else:
+                quoted, depth = mark[0] == '"', depth + (mark[0] in "[{") - (mark[0] in "]}")
+            if not quoted and depth <= 0:
+                return passed + self.at - begin
+
+
+JSON = json.JSONDecoder()

@@ -100,7 +100,8 @@ class Warc(FileSource):
 class AnyFiles(TableSource):
     """
     A file, a folder with everything below it, or wildcards. The extension of a file gives its format: jsonl, json (a
-    list of objects, or a line for each), parquet, csv, WARC, HTML or text. The data tools read files in this way.
+    list of objects, or a line for each; other JSON is text), parquet, csv, WARC, HTML or text. The data tools read
+    files in this way.
     """
 
     kind: Literal["files"] = "files"
@@ -259,7 +260,9 @@ def _form(source: Files, name: str) -> readers_read.FileFormat | None:
     if isinstance(source, Csv):
         return "tsv" if readers_read.format_of(name) == "tsv" else "csv"
     named = readers_read.format_of(name)
-    return None if (source.kind, named) in (("folder", "html"), ("jsonl", "json")) else FORMS[source.kind]
+    if source.kind == "jsonl" and named == "json":
+        return "json"
+    return None if source.kind == "folder" and named == "html" else FORMS[source.kind]
 
 
 FORMS: dict[str, readers_read.FileFormat] = {"folder": "text", "jsonl": "jsonl", "parquet": "parquet", "warc": "warc"}
