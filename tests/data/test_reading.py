@@ -88,6 +88,8 @@ def test_a_json_file_with_settings_stays_a_text_in_a_folder(tmp_path: Path) -> N
     (tmp_path / "package.json").write_text(settings := json.dumps({"name": "x", "version": "1"}, indent=2))
     (tmp_path / "rows.json").write_text(json.dumps([{"text": "one"}]))
     assert told(AnyFiles(name="rows", domain="web", path=tmp_path)) == [settings, "one"]
+    (tmp_path / "package.json").write_text(" \n")
+    assert told(AnyFiles(name="rows", domain="web", path=tmp_path)) == ["empty", "one"]
     (tmp_path / "package.json").write_text(settings[:-1])  # no JSON: a table with broken lines
     assert "not_json" in told(AnyFiles(name="rows", domain="web", path=tmp_path, invalid="skip"))
 

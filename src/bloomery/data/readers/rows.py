@@ -387,8 +387,8 @@ NOT_DECODED = re.compile("[\udc80-\udcff]")
 
 def holds_rows(path: Path, max_bytes: int) -> bool:
     """
-    Whether a .json, .json.gz or .json.zst file is read by `objects`: not if it is one value over several lines of at
-    most `max_bytes`, as files with settings are.
+    Whether a .json, .json.gz or .json.zst file is read by `objects`. An empty file is not, nor is one value over
+    several lines of at most `max_bytes`, as files with settings are.
     """
     text = _Text(path)
     text.skip(SPACE)
@@ -397,6 +397,8 @@ def holds_rows(path: Path, max_bytes: int) -> bool:
     data = readers_bytes.whole(path, max_bytes)
     if isinstance(data, ReadError):
         return True
+    if not data.strip():
+        return False
     try:
         json.loads(data.strip().partition(b"\n")[0])
     except (ValueError, RecursionError):
