@@ -430,7 +430,7 @@ class FilterBase(Config):
 
 
 class RuleFinding(NamedTuple):
-    """One question asked of every document of a batch."""
+    """What one question of a rule found in each document of a batch."""
 
     reason: str
     """A stable name like `gopher.too_few_words`, which dropped documents carry."""
