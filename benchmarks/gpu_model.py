@@ -33,6 +33,10 @@ POWER = 500 / 700
 """torchtitan's H100 stop at 500 of 700 W. At a limit, FLOP/s are taken to fall as the power does."""
 
 
+FORMATS = ("residual_dtype", "float8", "weight_dtype")
+"""Settings of a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     name: str
@@ -58,6 +62,10 @@ class Case:
     """Wanted."""
 
     @property
+    def way(self) -> TrainSetup:
+        return self.setup or TrainSetup(rows=0)
+
+    @property
     def target(self) -> Machine:
         target = of_entry(named(self.card), self.devices)
         assert target.flops is not None
@@ -70,7 +78,7 @@ class Case:
             optimizer=self.optimizer,
             memory_bytes=self.target.memory_bytes,
         )
-        way = replace(self.setup or TrainSetup(rows=0), rows=self.rows, devices=self.devices)
+        way = replace(self.way, rows=self.rows, devices=self.devices)
         rows_per_step = self.step_tokens // self.model.context_length
         return step_time(what, way, rates(self.target, "bfloat16"), rows_per_step, self.program)
 
@@ -85,6 +93,7 @@ class Case:
             "name": self.name,
             "card": f"{self.devices} x {self.card}",
             "rows": self.rows,
+            "formats": {name: getattr(self.way, name) for name in FORMATS},
             "step_tokens": self.step_tokens,
             "tokens_per_second": round(rate),
             "reference": round(self.tokens_per_second),
@@ -179,6 +188,30 @@ OTHERS = (
         source="nanochat, dev/LOG.md, 2026-02-02: bfloat16, before float8",
         program=SHORT_STREAM,
         optimizer=Muon(),
+    ),
+    Case(
+        name="nanochat d26, float8",
+        model=nanochat(26),
+        vocab_size=32_768,
+        card="h100",
+        devices=8,
+        rows=16,
+        step_tokens=2**19,
+        tokens_per_second=740e3,
+        source="the same log: all matmuls in float8, with a scale for each tensor",
+        program=SHORT_STREAM,
+        setup=TrainSetup(rows=0, float8="all"),
+        optimizer=Muon(),
+    ),
+    Case(
+        name="torchtitan Llama 3.1 8B, float8",
+        model=LLAMA,
+        vocab_size=128_256,
+        tokens_per_second=8 * 8532,
+        source="the table of Llama 3.1 8B: all matmuls but the head's in float8; the estimate has the head's too",
+        program=EVERY_SECOND,
+        setup=replace(SHARDED, float8="all"),
+        **TITAN,
     ),
     Case(
         name="torchtitan Llama 3 8B on A100, 64 GPUs",
@@ -327,7 +360,17 @@ TARGETS = (
         source=WANTED,
     ),
 )
-CONSTANTS = ("MATMUL", "MEMORY", "ATTENTION", "ATTENTION_TOKENS", "LINK", "LAUNCH_SECONDS")
+SHORT = {
+    "GPT-2 124M, 32 x 1,024": TrainSetup(rows=0, residual_dtype="bfloat16", float8="head"),
+    "plasma-500m, 32 x 1,024": TrainSetup(rows=0, residual_dtype="bfloat16", float8="all"),
+    "plasma-500m, its recipe": TrainSetup(rows=0, residual_dtype="bfloat16", float8="head"),
+    "plasma-500m, 262,144 tokens a step": TrainSetup(rows=0, residual_dtype="bfloat16", float8="all"),
+    "plasma-500m on Strix Halo": TrainSetup(rows=0, residual_dtype="bfloat16", weight_dtype="bfloat16"),
+    "GPT-2 124M on a 7900 XTX, 4 x 1,024": TrainSetup(rows=0, residual_dtype="bfloat16", weight_dtype="bfloat16"),
+}
+"""The same in the short formats that a recipe may ask for, where they help. None is a default."""
+SHORT_TARGETS = tuple(replace(case, setup=SHORT[case.name]) for case in TARGETS if case.name in SHORT)
+CONSTANTS = ("MATMUL", "MEMORY", "ATTENTION", "ATTENTION_TOKENS", "LINK", "LAUNCH_SECONDS", "FLOAT8")
 
 
 def as_text(row: dict[str, Any]) -> str:
@@ -341,7 +384,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="changes nothing: it takes a second")
     parser.add_argument("--into", type=Path, help="write the result there too")
     options = parser.parse_args()
-    groups = {"published": PUBLISHED, "others": OTHERS, "targets": TARGETS}
+    groups = {"published": PUBLISHED, "others": OTHERS, "targets": TARGETS, "short_targets": SHORT_TARGETS}
     rows = {group: [case.facts() for case in cases] for group, cases in groups.items()}
     if not options.json:
         for group, found in rows.items():

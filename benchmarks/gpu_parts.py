@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.config import build
+from bloomery.core.errors import HardwareError
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection, probes
@@ -30,6 +31,7 @@ from bloomery.hw.device import Device, listed_peak, measured_peak
 from bloomery.model import lora as model_lora
 from bloomery.model.attention import AttentionMask, fused_attention
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
+from bloomery.model.float8 import Float8, check_device
 from bloomery.model.kernels import triton
 from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss, _torchs
 from bloomery.model.quantize import frozen, kept_bytes
@@ -42,7 +44,7 @@ from bloomery.train.loss import chunk_tokens, chunks_of
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import logits_chunk_bytes
 from bloomery.train.plan.trace import TracedStep, trace
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, set_short_formats
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 from bloomery.weights.opened import own_weights, put_weight
 
@@ -212,33 +214,42 @@ def tests(setting: Setting) -> None:
 
 def train(setting: Setting) -> None:
     say(measured_tflops=round(measured_peak(setting.device) / 1e12, 2))
-    for compiled, preset in product((False, True), TRAINED):
+    for preset, compiled, float8 in [*((p, c, "off") for c in (False, True) for p in TRAINED), *SHORT]:
         if compiled and setting.quick and not setting.on_gpu:
             say(
                 training=[
-                    {"preset": preset, "compile": True, "note": "left out: it compiles for longer than it trains"}
+                    {"preset": preset, "compile": True, "float8": float8, "note": "left out: it compiles too long"}
                 ]
             )
             continue
         try:
             with chunks_of(setting.chunk_bytes):
-                row = trained(setting, preset, compiled)
-        except torch.OutOfMemoryError as error:
-            row = {"preset": preset, "compile": compiled, "note": str(error).splitlines()[0]}
+                row = trained(setting, preset, compiled, float8)
+        except (torch.OutOfMemoryError, HardwareError) as error:
+            row = {"preset": preset, "compile": compiled, "float8": float8, "note": str(error).splitlines()[0]}
         say(training=[row])
         devices.give_back_memory()
 
 
-def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
+SHORT: tuple[tuple[str, bool, Float8], ...] = (("gpt2-124m", True, "head"), ("plasma-500m", True, "all"))
+"""Preset, whether blocks are compiled, and float8: with a residual stream in bfloat16."""
+
+
+def trained(setting: Setting, preset: str, compiled: bool, float8: Float8) -> dict[str, Any]:
+    """Some steps; with `float8`, the residual stream is in bfloat16 too."""
     device = setting.device
+    if float8 != "off":
+        check_device(device)
     model_config, vocab_size = setting.shape(preset, TOKENS)
     precision = Precision.decide("auto", device)
     rows, planned = planned_rows(setting, model_config, vocab_size)
     model = random_model(model_config, vocab_size, device).train()
+    set_short_formats(model, "float32" if float8 == "off" else "bfloat16", float8, device.torch_device)
     optimizers = Optimizers(model, AdamW(), precision.muon_dtype)
     batch = packed_batch(MICRO_BATCHES * rows, model_config.context_length, vocab_size)
     micro_batch = packed_batch(rows, model_config.context_length, vocab_size)
-    row: dict[str, Any] = {"preset": preset, "compile": compiled, "rows": rows, "planned_gib": round(planned / GIB, 2)}
+    row: dict[str, Any] = {"preset": preset, "compile": compiled, "float8": float8, "rows": rows}
+    row["planned_gib"] = round(planned / GIB, 2)
     if compiled:
         trials = [partial(passed, model, micro_batch, precision)]
         verdict = compile_blocks(model, "on", trials, limit_seconds=0.3 * setting.seconds)
@@ -272,7 +283,8 @@ def trained(setting: Setting, preset: str, compiled: bool) -> dict[str, Any]:
     optimizers.zero_grad()
     total, top = profiled(device, step)
     row |= {"kernel_ms_a_step": round(total, 2), "busy": round(total / 1e3 / seconds, 3)}
-    say(**{f"top_kernels_{preset}{'_compiled' if compiled else ''}": top})
+    words = [preset, *(["compiled"] if compiled else []), *(["float8"] if float8 != "off" else [])]
+    say(**{f"top_kernels_{'_'.join(words)}": top})
     return row
 
 

@@ -1,4 +1,4 @@
-"""What `to_target.py` and `optimizers.py` compare: programs as they train by themselves, and one measure for all."""
+"""What the benchmarks of optimizers, formats and time to a target compare: programs as they train, by one measure."""
 
 import importlib.util
 import math
@@ -13,12 +13,13 @@ import numpy as np
 
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
+from bloomery.model.float8 import Float8
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset, batches
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.config import Muon, Optimizer, Schedule, WSDSchedule
 from bloomery.train.optim import Optimizers, learning_rate_share
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, PrecisionChoice, set_short_formats
 from bloomery.train.state import State
 from bloomery.train.step import Trainer
 
@@ -54,6 +55,9 @@ def ours(
     schedule: Schedule = WSDSchedule(warmup_steps=10),  # noqa: B008  frozen
     rows: int = ROWS,
     seed: int = 0,
+    precision: PrecisionChoice = "auto",
+    residual_dtype: str = "float32",
+    float8: Float8 = "off",
 ) -> Learner:
     """
     The loop of every stage on the shards of a folder: by default with a recipe's defaults of optimizer, precision,
@@ -63,6 +67,7 @@ def ours(
     device, known = devices.find("cpu"), Tokenizer.load(tokenizer or folder)
     model = Transformer(shape, known.vocab_size)
     model.initialize(seed)
+    set_short_formats(model, residual_dtype, float8, device.torch_device)
     source = batches(PackedDataset(folder, "train", shape.context_length, known.hash), first=0, size=rows, seed=seed)
     optimizers, state = Optimizers(model, optimizer), State()
 
@@ -76,7 +81,7 @@ def ours(
             micro_batch=rows,
             learning_rate_share=lambda step: learning_rate_share(schedule, step, steps),
             max_grad_norm=1.0,
-            precision=Precision.decide("auto", device),
+            precision=Precision.decide(precision, device),
         ).train()
 
     def scores(batch: Batch) -> Tensor:

@@ -80,8 +80,10 @@ def rotate(heads: int, width: int, dtype: torch.dtype, normed: bool, tokens: int
     torch.autograd.backward(y, torch.empty_like(y))
 
 
-def entropy(width: int, dtype: torch.dtype) -> None:
-    kernels_triton.cross_entropy_(made(1024, width, dtype=dtype), made(1024, dtype=torch.int64), z_loss=1e-4)
+def entropy(width: int, dtype: torch.dtype, grads: torch.dtype | None = None) -> None:
+    logits, targets = made(1024, width, dtype=dtype), made(1024, dtype=torch.int64)
+    other = None if grads is None else made(1024, width, dtype=grads)
+    kernels_triton.cross_entropy_(logits, targets, z_loss=1e-4, grads=other)
 
 
 def gemv(rows: int, shape: tuple[int, int], dtype: torch.dtype, base: str) -> None:
@@ -111,6 +113,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "32 heads of 128, bfloat16, normed": partial(rotate, 32, 128, HALF, True),
     "5 heads of 80, float32, normed": partial(rotate, 5, 80, FULL, True),
     "50257 logits, bfloat16": partial(entropy, 50257, HALF),
+    "50304 logits, bfloat16, gradients in float8": partial(entropy, 50304, HALF, torch.float8_e5m2),
     "128256 logits, float32": partial(entropy, 128256, FULL),
     "1 × 4096 × 14336, int8, bfloat16": partial(gemv, 1, (4096, 14336), HALF, "int8"),
     "16 × 4096 × 4096, int8, bfloat16": partial(gemv, 16, (4096, 4096), HALF, "int8"),

@@ -27,7 +27,8 @@ from bloomery.train.compile import checkpoint_activations
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Mesh, Muon, Optimizer
 from bloomery.train.mesh import check_model
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan.memory import BASES, TrainSetup, Workload, bus_bytes, of_memory
+from bloomery.train.plan.gpu_time import bus_bytes
+from bloomery.train.plan.memory import BASES, TrainSetup, Workload, of_memory
 from bloomery.train.plan.sharding import ShardingRequest, sharded
 from bloomery.train.precision import Precision
 from bloomery.train.step import accumulate_gradients, clipping, gradients

@@ -189,6 +189,14 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def float8_formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """The formats of 8 bits that matmuls of a device take: with four bits of exponent, and with five."""
+    name = torch.cuda.get_device_properties(device).gcnArchName if is_gpu(device) and is_rocm() else ""
+    if name.startswith("gfx94"):  # which has them without infinities and without −0
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
+
+
 def compiles_kernels(device: torch.device) -> bool:
     """Whether torch can write kernels for a GPU, which needs Triton."""
     return is_gpu(device) and HAS_TRITON

@@ -48,6 +48,11 @@ class Entry:
     def peak(self, precision: str) -> float | None:
         return self.flops.get(precision)
 
+    @property
+    def float8(self) -> bool:
+        """Whether it multiplies numbers of 8 bits with a floating point, twice as fast as bfloat16."""
+        return self.key in FLOAT8
+
 
 def _entry(
     key: str,
@@ -159,6 +164,18 @@ CATALOG = (
 """`source` is that of the rates; half of the bandwidths are remembered, and stand in no table that was read."""
 
 
+FLOAT8 = frozenset(
+    (
+        *("9070xt", "9070", "9060xt", "r9700", "mi300a", "mi300x", "mi325x", "mi350x", "mi355x"),
+        *("rtx-4060-ti-16", "rtx-4060-ti-8", "rtx-4070", "rtx-4080", "rtx-4090"),
+        *("rtx-5060-ti-16", "rtx-5060-ti-8", "rtx-5070", "rtx-5070-ti", "rtx-5080", "rtx-5090"),
+        *("h100", "h100-pcie", "h200", "b200", "l4"),
+    )
+)
+"""
+Keys of devices with matrix units for float8: NVIDIA's from Ada Lovelace on (compute capability 8.9), AMD's CDNA3, CDNA4
+and RDNA4.
+"""
 HOST_LINK = 50e9
 """Bytes per second from other hosts to a device: those of a 400 Gbit/s adapter for each, as in hosts of eight GPUs."""
 LORA_MFU = 0.178

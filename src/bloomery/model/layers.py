@@ -12,6 +12,7 @@ from collections.abc import Callable
 from jaxtyping import Float, Int
 
 from bloomery.hw.device import constant
+from bloomery.model import float8
 from bloomery.model.config import (
     GATED,
     FeedForwardKind,
@@ -22,6 +23,7 @@ from bloomery.model.config import (
     RopeScaling,
     YarnScaling,
 )
+from bloomery.model.float8 import Formats
 from bloomery.model.kernels import cpu, triton
 
 import torch
@@ -32,7 +34,12 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """y = x Wᵀ + b"""
 
+    float8: Formats | None = None
+    """Number formats of 8 bits for both sides of the matmul in training mode: see float8.py."""
+
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead N"]:
+        if self.float8 is not None and self.training:
+            return float8.linear(x, self.weight, self.bias, self.float8, _computed(x))
         if _computed(x) == torch.bfloat16 and cpu.matmul_ready(x.to(torch.bfloat16), self.weight):
             return cpu.linear(x.to(torch.bfloat16), self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from bloomery.hw.device import constant
 from bloomery.model.attention import AttentionMask, Cache, Mask, attention, computed_in
 from bloomery.model.config import AttentionKind, ModelConfig, Window
+from bloomery.model.float8 import Formats
 from bloomery.model.layers import NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
 
 import torch
@@ -91,6 +92,10 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
         self.embed_scale_dtype: torch.dtype | None = None
         """Number format of the factor √D of embeddings, a tensor that is filled there. None: that of their table."""
+        self.residual_dtype: torch.dtype | None = None
+        """Number format of the residual stream in training mode. None: float32."""
+        self.head_float8: Formats | None = None
+        """Number formats of 8 bits that the loss multiplies the head in, in training mode: see float8.py."""
 
     def initialize(self, seed: int) -> None:
         """
@@ -191,6 +196,8 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         if config.scale_embeddings:
             x = x * x.new_full((), config.hidden_size**0.5, dtype=self.embed_scale_dtype or self.embed.weight.dtype)
+        if self.residual_dtype is not None and self.training:
+            x = x.to(self.residual_dtype)
         ropes: dict[bool, Rotation] = {}
         masks: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):

@@ -519,6 +519,7 @@ KEPT = [
     for name in (
         "mm",
         "addmm",
+        "_scaled_mm",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",

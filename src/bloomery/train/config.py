@@ -349,6 +349,16 @@ class Training(Config):
     bfloat16 and rounds updates stochastically. The optimizer stays in float32, and so do vectors, or with shards only
     those of norms.
     """
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """
+    Format of the residual stream in training, to which each layer adds its result. `bfloat16` makes GPUs move fewer
+    bytes, and rounds each sum. It needs matmuls in bfloat16.
+    """
+    float8: Literal["off", "head", "all"] = "off"
+    """
+    Which matmuls of training multiply numbers of 8 bits: none, those of the head, or also those of the blocks. It needs
+    a GPU that does so, such as H100 or MI300X, and pays where `compile` works. It rounds more than bfloat16.
+    """
     deterministic: bool = Field(False, json_schema_extra=VOLATILE)
     """
     Whether GPUs compute the same bits each time, which is slower: attention and sums otherwise add in any order. CPUs
@@ -494,6 +504,18 @@ class Training(Config):
             raise ValueError(
                 'weight_dtype applies to trained weights, and lora freezes them: set lora.base_dtype="bfloat16"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _short_formats_have_bfloat16_around_them(self) -> "Training":
+        for name, default in (("residual_dtype", "float32"), ("float8", "off")):
+            setting = f'{name}="{getattr(self, name)}"'
+            if getattr(self, name) == default:
+                continue
+            if self.precision not in ("auto", "bfloat16"):
+                raise ValueError(f"{setting} needs matmuls in bfloat16, not in {self.precision}: remove one of the two")
+            if name == "float8" and getattr(self, "lora", None) is not None:
+                raise ValueError(f"{setting} applies to trained weights, and lora freezes them: remove one of the two")
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw.distributed import World
+from bloomery.model.float8 import SIDE, Formats, HeadInFloat8, padded, scaled
 from bloomery.model.kernels import cpu, triton
 
 import torch
@@ -85,21 +86,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with_grads: bool,
         company: World,
         most_rows: int,
+        float8: Formats | None,
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        tiles, here = cpu.matmul_ready(hidden, weight), on_processor(hidden)
+        tiles, here = float8 is None and cpu.matmul_ready(hidden, weight), on_processor(hidden)
         learns, vocab_size = context.needs_input_grad[1], len(weight)
-        table = weight if tiles else weight.to(hidden.dtype) if here else padded_table(weight, hidden.dtype)
+        pads = float8 is not None or not here
+        table = weight if tiles else padded_table(weight, hidden.dtype) if pads else weight.to(hidden.dtype)
+        head = None if float8 is None else HeadInFloat8(table, float8)
         grad_hidden = hidden.new_empty(hidden.shape) if with_grads else None
         grad_weight: Tensor | None = None
         size = chunk_tokens(most_rows, processor=here)  # the same on all ranks, which sum each chunk
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
-            logits = _logits(hidden[piece], table, tiles)
+            logits = _logits(hidden[piece], table, tiles) if head is None else head.logits(hidden[piece])
             if len(table) > vocab_size:
                 logits[:, vocab_size:] = -torch.inf
             if company.size > 1:
                 sums, grad = _chunk_of_parts(logits, targets[piece], z_loss, share, with_grads, company)
+            elif head is not None:
+                sums, grad8 = _chunk_in_float8(logits, targets[piece], z_loss, share, with_grads, head.wide)
+                grad = None if grad8 is None else grad8[0]
             else:
                 sums, grad = chunk(logits, targets[piece], z_loss, share, with_grads)
             totals += sums
@@ -112,10 +119,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 into = weight.new_empty(weight.shape) if grad_weight is None else grad_weight
                 grad_weight = cpu.product(grad.t(), hidden[piece], into, add=grad_weight is not None)
                 continue
-            grad_hidden[piece] = over_the_vocabulary(grad, table)
-            if not learns:
+            if head is None:
+                grad_hidden[piece] = over_the_vocabulary(grad, table)
+                chunk_grad = grad.t() @ hidden[piece] if learns else None
+            else:
+                assert grad8 is not None
+                rows, chunk_grad = head.gradients(grad8, hidden.dtype, learns=learns)
+                grad_hidden[piece] = rows[: len(logits)]
+            if chunk_grad is None:
                 continue  # the head is frozen
-            chunk_grad = (grad.t() @ hidden[piece])[:vocab_size]
+            chunk_grad = chunk_grad[:vocab_size]
             kind = (
                 weight.dtype if here else torch.float32
             )  # where ranks gather weights in a short format, they are short
@@ -142,7 +155,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if not known or float(upstream[0]) != 1.0:  # a pass over the largest weight
             grad_hidden = grad_hidden.mul_(upstream[0])
             grad_weight = None if grad_weight is None else grad_weight.mul_(upstream[0])
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
@@ -183,6 +196,30 @@ def chunk(
     return torch.stack(((z.flatten() - reached.flatten()).sum(), z_loss * z.square().sum())), grad
 
 
+def _chunk_in_float8(
+    logits: Float[Tensor, "C V"],
+    targets: Int[Tensor, " C"],
+    z_loss: float,
+    share: float,
+    with_grads: bool,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "2"], tuple[Tensor, Tensor] | None]:
+    """
+    As `chunk`, with the gradient in 8 bits, as many rows as a matmul wants, and its scale. Without `z_loss`, no number
+    of the gradient is larger than `share`.
+    """
+    if z_loss or not with_grads or not triton.ready("cross-entropy", logits):
+        sums, grad = chunk(logits, targets, z_loss, share, with_grads)
+        largest = None if z_loss else sums.new_tensor(share)
+        return sums, None if grad is None else scaled(padded(grad), dtype, largest)
+    limit = torch.finfo(dtype).max
+    grads = logits.new_empty((len(logits) + -len(logits) % SIDE, logits.shape[1]), dtype=dtype)
+    grads[len(logits) :].view(torch.uint8).zero_()
+    z, reached = triton.cross_entropy_(logits, targets, share=limit, grads=grads)
+    loss = (z - reached).sum()
+    return torch.stack((loss, torch.zeros_like(loss))), (grads, loss.new_tensor(share / limit))
+
+
 def _chunk_of_parts(
     logits: Float[Tensor, "C V"],
     targets: Int[Tensor, " C"],
@@ -213,13 +250,14 @@ def token_losses(
     targets: Int[Tensor, " N"],
     z_loss: float = 0.0,
     share: float = 1.0,
+    float8: Formats | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """
     What is minimized, times `share`, and the cross entropy alone, without gradient: sums over all N tokens, in nats.
 
     They differ by z_loss · (log Σ exp logits)², which keeps the logits of a long run near zero (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0. A weight that is a DTensor has rows on each of its ranks,
-    which all call it with the same tokens.
+    which all call it with the same tokens. With `float8`, numbers of 8 bits are multiplied; not with a DTensor.
     """
     company, most_rows = World.alone(), len(weight)
     if isinstance(weight, DTensor):
@@ -229,6 +267,6 @@ def token_losses(
         targets = targets - company.rank * most_rows
         weight = weight.to_local()
     losses: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company, most_rows
+        hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company, most_rows, float8
     )
     return losses

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
+from bloomery.model.float8 import Float8, check_device, multiply_in_float8
+from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
 
 import torch
@@ -209,6 +212,31 @@ def be_deterministic(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
+
+
+def compute_in_short_formats(model: Transformer, config: Training, precision: Precision) -> None:
+    """
+    Have training compute the residual stream in bfloat16, and matmuls in float8, where the settings say so.
+
+    Raises HardwareError if other matmuls are not in bfloat16 here, or if the device does not multiply float8.
+    """
+    settings = {"residual_dtype": (config.residual_dtype, "float32"), "float8": (config.float8, "off")}
+    changed = [name for name, (value, default) in settings.items() if value != default]
+    if changed and precision.dtype != torch.bfloat16:
+        what = f"{changed[0]}={settings[changed[0]][0]!r} needs matmuls in bfloat16"
+        hint = f'Set precision="bfloat16", or {changed[0]}="{settings[changed[0]][1]}".'
+        raise HardwareError(f"{what}, but {precision.device.name} computes in {short(precision.dtype)}", hint=hint)
+    if config.float8 != "off":
+        check_device(precision.device)
+    set_short_formats(model, config.residual_dtype, config.float8, precision.device.torch_device)
+    if config.float8 != "off":
+        info(f"  float8: {'the head' if config.float8 == 'head' else 'head and blocks'} multiply numbers of 8 bits")
+
+
+def set_short_formats(model: Transformer, residual_dtype: str, float8: Float8, device: torch.device) -> None:
+    """Set the format of the residual stream, and which matmuls are in float8, with the formats of a device."""
+    model.residual_dtype = torch.bfloat16 if residual_dtype == "bfloat16" else None
+    multiply_in_float8(model, float8, device)
 
 
 REASONS = {

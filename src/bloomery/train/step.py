@@ -313,8 +313,8 @@ def placed_losses(
     model: Transformer, batch: Placed, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
-    chosen = supervised_hidden(model, batch, precision)
-    return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale)
+    chosen, float8 = supervised_hidden(model, batch, precision), model.head_float8 if model.training else None
+    return token_losses(chosen, model.head_rows(chosen.dtype), batch.targets, z_loss, scale, float8)
 
 
 def supervised_hidden(model: Transformer, batch: Placed, precision: Precision) -> Tensor:

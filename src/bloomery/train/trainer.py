@@ -36,7 +36,7 @@ from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.here import DryRun, decided, offload_cost, tell
 from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
-from bloomery.train.precision import Precision, short
+from bloomery.train.precision import Precision, compute_in_short_formats, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import Failure, Hook, Hooks, PhaseTimer, SpikeGuard, State, forget
 from bloomery.train.step import CausalLMLoss, LossFunction, Trainer
@@ -125,7 +125,7 @@ class TrainingRun:
             self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world, self._desk)
             mesh = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             self._sharded = mesh is not None
-            fsdp.keep_weights(self.model, self.config.weight_dtype, sharded=self._sharded)
+            self._set_formats(precision)
             if mesh is not None:
                 self._shard(mesh, precision, stack)
             if is_open:
@@ -183,6 +183,11 @@ class TrainingRun:
             "peak_flops_measured": fsdp.peak(device, self.world),
             "peak_flops_catalogue": listed_peak(device, self.world.size) or "unknown",
         }
+
+    def _set_formats(self, precision: Precision) -> None:
+        """The formats of weights, of the residual stream and of float8 that the settings ask for."""
+        compute_in_short_formats(self.model, self.config, precision)
+        fsdp.keep_weights(self.model, self.config.weight_dtype, sharded=self._sharded)
 
     def _shard(self, mesh: Mesh, precision: Precision, stack: ExitStack) -> None:
         """Weights go where they compute one group at a time, and leave their part there, or on the host."""

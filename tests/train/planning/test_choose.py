@@ -12,12 +12,11 @@ from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain
 from bloomery.train.config import AdamW, Muon
 from bloomery.train.plan import report
-from bloomery.train.plan.gpu_time import BUS, rates, step_time
+from bloomery.train.plan.gpu_time import BUS, bus_bytes, rates, step_time
 from bloomery.train.plan.memory import (
     Machine,
     TrainSetup,
     Workload,
-    bus_bytes,
     moving_bytes,
     needs,
     of_memory,

@@ -301,12 +301,14 @@ def cross_entropy_(
     z_loss: float = 0.0,
     share: float = 1.0,
     with_grads: bool = True,
+    grads: Float[Tensor, "C V"] | None = None,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """
     z = log Σ exp(s) of each row s of logits, and s[target], in float32; the cross entropy is their difference.
     Both are 0 for rows with a negative target, which do not count.
 
-    With `with_grads` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
+    With `with_grads` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²), or
+    `grads` are, in their format.
     """
     z, reached = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
     block = min(LOGITS_AT_ONCE, _power(logits.shape[1]))
@@ -315,7 +317,8 @@ def cross_entropy_(
             Launch(
                 kernel="entropy",
                 grid=(len(logits),),
-                arguments={"logits_at": logits, "targets_at": targets.contiguous(), "z_at": z, "reached_at": reached}
+                arguments={"logits_at": logits, "targets_at": targets.contiguous()}
+                | {"grads_at": logits if grads is None else grads, "z_at": z, "reached_at": reached}
                 | {"width": logits.shape[1], "z_loss": float(z_loss), "share": float(share)},
                 constants={"with_grads": with_grads, "block": block},
                 warps=_warps(block),

@@ -195,11 +195,21 @@ def rotate_grads(
 
 @triton.jit
 def entropy(
-    logits_at, targets_at, z_at, reached_at, width, z_loss, share, with_grads: tl.constexpr, block: tl.constexpr
+    logits_at,
+    targets_at,
+    grads_at,
+    z_at,
+    reached_at,
+    width,
+    z_loss,
+    share,
+    with_grads: tl.constexpr,
+    block: tl.constexpr,
 ):
     """
     z = log Σ exp(s) of a row s of logits, and `reached`, the logit of its target. Both are 0 where the target is
-    negative: the row does not count. With `with_grads`, that of share · (z − reached + z_loss · z²) overwrites s.
+    negative: the row does not count. With `with_grads`, that of share · (z − reached + z_loss · z²) is written to
+    `grads_at`, which may be where s is.
 
     Each thread writes only numbers that it has read itself, so no number is read after it was overwritten.
     """
@@ -225,8 +235,8 @@ def entropy(
             here = start + offsets
             logits = tl.load(logits_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
             grad = tl.exp(logits - z) * grown - tl.where(here == target, 1.0, 0.0)
-            grad = tl.where(counts, share * grad, 0.0).to(logits_at.dtype.element_ty)
-            tl.store(logits_at + row * width + here, grad, mask=here < width)
+            grad = tl.where(counts, share * grad, 0.0).to(grads_at.dtype.element_ty)
+            tl.store(grads_at + row * width + here, grad, mask=here < width)
 
 
 @triton.jit

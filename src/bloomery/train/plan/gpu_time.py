@@ -1,5 +1,5 @@
 """
-Seconds of a training step on a GPU: from its shapes, a spec sheet and six constants. No torch.
+Seconds of a training step on a GPU: from its shapes, a spec sheet and seven constants. No torch.
 
     matmuls     FLOPs / (MATMUL · peak) + bytes of both sides and the result / (MEMORY · bandwidth)
     attention   FLOPs / (ATTENTION · MATMUL · peak · S / (S + ATTENTION_TOKENS)), S: twice the mean number of keys
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from bloomery.model.config import GATED, ModelConfig
 from bloomery.train.plan.memory import (
+    BYTES,
     FROZEN_BYTES,
     OPTIMIZER_BYTES,
     Machine,
@@ -29,8 +30,9 @@ from bloomery.train.plan.memory import (
     TrainSetup,
     Workload,
     adapter_parameters,
-    bus_bytes,
+    base_bytes,
     matrix_sides,
+    trained_parameters,
 )
 
 MATMUL = 0.80
@@ -47,6 +49,9 @@ LINK = 0.80
 """Of what the links send, as large sums of NCCL reach within a host."""
 LAUNCH_SECONDS = 5e-6
 """Of the host for each kernel, of PyTorch with gradients."""
+
+FLOAT8 = 2.0
+"""How many times the FLOPs of matmuls in bfloat16 those in float8 reach, as spec sheets have it."""
 
 SQUARE = 8192
 """Side of the matmuls that tell a measured peak: see `hw.device.SIZES`."""
@@ -127,7 +132,7 @@ def step_time(
     Of a step with so many rows on all devices together. Blocks of a sharded model run as they are, other ones compiled,
     unless a program is given.
     """
-    program = program or Program(compiled=not way.sharded)
+    program = program or Program(compiled=not way.sharded, residual_bytes=way.residual_bytes)
     model, b, devices = what.model, way.bytes_per_number, way.devices
     tokens = way.rows * model.context_length
     micro_batches = max(1, -(-rows_per_step // (way.rows * devices)))
@@ -138,20 +143,23 @@ def step_time(
     passes = 2 if frozen else 3
     in_blocks = passes + max(program.matmuls_again, float(again == "full"))
     weights = list(matrix_sides(model))
-    flops = 2.0 * tokens * (in_blocks * sum(k * n for k, n in weights) + passes * table)
+    head, blocks = (FLOAT8 if way.float8 in kinds else 1.0 for kinds in (("head", "all"), ("all",)))
+    flops = 2.0 * tokens * (in_blocks / blocks * sum(k * n for k, n in weights) + passes / head * table)
     if frozen:
         flops += 6.0 * tokens * adapter_parameters(model, way.rank)
     sides = in_blocks * sum(tokens * (k + n) + k * n for k, n in weights)
     sides += passes * (tokens * (model.hidden_size + what.vocab_size) + chunks * table)
-    matmuls = flops / at.matmul + b * sides / at.memory
+    converted, saved = _conversions(what, way, tokens, program.compiled)
+    matmuls = flops / at.matmul + (b * sides - saved) / at.memory
 
     attention = sum(_attention_flops(model, number, again == "full") for number in range(model.num_layers))
     moved = tokens * _activation_bytes(model, b, program, again != "none")
-    moved += tokens * what.vocab_size * LOGIT_BYTES[program.compiled] * b / 2
+    moved += tokens * what.vocab_size * LOGIT_BYTES[program.compiled] * b / 2 + converted
     if frozen:
         moved += passes * (2 + FROZEN_BYTES[way.method]) * what.parameters
     else:
-        first, further = (4 + b) + (b + 4), (4 + b) + (b + 8)
+        # Weights in float32 are rounded, and gradients added to float32; those in the format of matmuls are neither.
+        first, further = ((4 + b) + (b + 4), (4 + b) + (b + 8)) if way.weight_bytes != b else (b, 4 * b)
         moved += (first + (micro_batches - 1) * further) / micro_batches * what.parameters
         moved += (chunks - 1) * (b + 8) * table + 16 * table  # the head's gradient, and the embedding's
     kernels = KERNELS[program.compiled] * model.num_layers + KERNELS_ALONE
@@ -169,6 +177,28 @@ def step_time(
         host=(micro_batches + 0.2) * kernels * LAUNCH_SECONDS,
         bus=bus_bytes(what, way, rows_per_step) / BUS if way.offload else 0.0,
     )
+
+
+def _conversions(what: Workload, way: TrainSetup, tokens: int, kernel: bool) -> tuple[float, float]:
+    """
+    Bytes that kernels move to round sides of matmuls to 8 bits, and those that the matmuls then read less.
+
+        input      read for its maximum, and read and rounded; read and written once more, transposed
+        gradient   the same; that of logits has a known maximum, and the kernel of the loss rounds it if there is one
+        weight     for both passes read for its maximum, and read and rounded; transposed once
+    """
+    if way.float8 == "off":
+        return 0.0, 0.0
+    b, D, V = way.bytes_per_number, what.model.hidden_size, what.vocab_size
+    each = 2 * b + 1 + 2
+    of_logits = 2 - (b - 1) if kernel else each - b
+    converted = float(tokens * (each * D + of_logits * V) + (2 * b + 3) * V * D)
+    saved = float((b - 1) * (2 * tokens * (D + V) + 2 * V * D))
+    if way.float8 == "all":
+        for k, n in matrix_sides(what.model):
+            converted += tokens * each * (k + n) + (2 * (2 * way.weight_bytes + 1) + 2) * k * n
+            saved += (b - 1) * (2 * tokens * (k + n) + 2 * k * n)
+    return converted, saved
 
 
 def _attention_flops(model: ModelConfig, number: int, again: bool) -> float:
@@ -214,7 +244,9 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
         return 0.0, 32.0 * adapter_parameters(what.model, way.rank) / shards
     in_blocks = sum(k * n for k, n in matrix_sides(what.model))
     matrices, tables, _ = OPTIMIZER_BYTES[what.optimizer.kind]
-    moved = 16.0 * what.parameters + 2 * (matrices * in_blocks + tables * (what.parameters - in_blocks))
+    moved = 4.0 * way.weight_bytes * what.parameters + 2 * (
+        matrices * in_blocks + tables * (what.parameters - in_blocks)
+    )
     if what.optimizer.kind != "muon":
         return 0.0, moved / shards
     flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in matrix_sides(what.model))
@@ -224,6 +256,22 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
 def host_update(what: Workload, way: TrainSetup) -> float:
     """Seconds of an update by the CPU, of the parts of all devices of a host."""
     return _update(what, way)[1] * min(way.devices, HOST_DEVICES) / HOST_MEMORY
+
+
+def bus_bytes(what: Workload, way: TrainSetup, rows_per_step: int) -> float:
+    """
+    Between the host and each device in a step. In each micro-batch, blocks come for both passes, the head for one, an
+    embedding of its own for both if it is trained, and gradients go. Muon also moves matrices to the device and back.
+    """
+    trained, tied = trained_parameters(what, way), what.model.tie_embeddings
+    table = BYTES * what.vocab_size * what.model.hidden_size
+    blocks = base_bytes(what, way) + (0 if way.method == "full" else BYTES * trained) - (1 if tied else 2) * table
+    tables = table * (1 if tied else 3 if way.method == "full" else 2)
+    micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
+    moved = micro_batches * (2 * blocks + tables + BYTES * trained) / way.num_shards
+    if way.method == "full" and what.optimizer.kind == "muon":
+        moved += 2 * way.bytes_per_number * sum(k * n for k, n in matrix_sides(what.model))
+    return moved
 
 
 def _exchange(what: Workload, way: TrainSetup, at: Rates, micro_batches: int, micro: float) -> tuple[float, float]:

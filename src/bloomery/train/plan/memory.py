@@ -78,6 +78,8 @@ ROUNDED_ON_DEVICE = "a host would draw a random number for each weight and step"
 SAID_TWICE = "both say how ranks share the model"
 SCALES_SCALED = "its scales have scales that reach over rows"
 HEADS_APART = "with tp, each device has some of the heads, and a cache of keys has all"
+SCALED_APART = "with tp, each device would have scales of its own"
+SUMMED_TOGETHER = "with tp, devices add up parts of the stream in float32"
 DROPS_OTHERS = "with tp, each device would drop others than one device does"
 STAYS_TOGETHER = "stages 1 and 2 keep all weights on the device during a step"
 COPIED_AGAIN = "for each token, all weights would come from the host"
@@ -127,6 +129,16 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> Mesh
             "training of adapters (LoRA)" if adapters and config.mesh is None and ranks > 1 else "",
             BASE_WHOLE,
             f'Say mesh = {{ dp_shard = {ranks} }} and parallelism="none", or leave out lora.',
+        ),
+        (
+            f'float8="{config.float8}"' if cuts and config.float8 != "off" else "",
+            SCALED_APART,
+            'Say float8="off", or mesh.tp=1.',
+        ),
+        (
+            'residual_dtype="bfloat16"' if cuts and config.residual_dtype == "bfloat16" else "",
+            SUMMED_TOGETHER,
+            'Say residual_dtype="float32", or mesh.tp=1.',
         ),
         ('parallelism="fsdp"' if config.mesh and config.parallelism == "fsdp" else "", SAID_TWICE, "Leave out one."),
         ("sample_every" if cuts and config.sample_every else "", HEADS_APART, "Say sample_every=0, or mesh.tp=1."),
@@ -207,6 +219,7 @@ def activation_parts(
     written_out: bool,
     compiled: bool = False,
     devices: int = 1,
+    residual_bytes: int = BYTES,
 ) -> tuple[int, int]:
     """
     Of `activation_bytes_per_token`: what all layers keep, and what is there once while a layer is computed again.
@@ -214,8 +227,11 @@ def activation_parts(
     A block that is `compiled` computes again what needs no matmul. It keeps x once, and no x / |x|. Instead of the
     second x it keeps the result of attention's last matmul. Of the feed-forward's inner numbers it keeps the results of
     matmuls and the input of the last. Torch's min-cut partitioner saves this of GPT-2, plasma and Llama blocks.
+
+    A number of x has `residual_bytes`. Norms that are not compiled keep it in float32 whatever its format.
     """
     D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
+    r = residual_bytes
     own = -(-D // devices)  # of the residual stream
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
     whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
@@ -230,16 +246,17 @@ def activation_parts(
             special + normed * own + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
         )
         if compiled:
-            layer += (4 + b - normed) * D - 4 * b * E - inner + (gates + 1) * b * M
+            layer += (r + b - normed) * D - 4 * b * E - inner + (gates + 1) * b * M
         kept["none"] += layer
-        kept["selective"] += 4 * own + b * heads + 2 * b * D + gates * b * M
-        kept["full"] += 4 * own
+        kept["selective"] += r * own + b * heads + 2 * b * D + gates * b * M
+        kept["full"] += r * own
         whole = max(whole, layer)
     # What is there once: a mask on a CPU, and on a GPU gradients of the layer at work.
     once = whole - kept[activation_checkpointing] // model.num_layers + 8 * E
     once += model.context_length if written_out else 8 * D
     again = 0 if activation_checkpointing == "none" else once
-    return kept[activation_checkpointing] + 8 * own + b * D + 4, again
+    ends = 8 if r == BYTES else 8 + r  # the last norm has x in both formats
+    return kept[activation_checkpointing] + ends * own + b * D + 4, again
 
 
 def _special_attention(model: ModelConfig, attention: AttentionKind, width_bytes: int) -> int:
@@ -295,6 +312,8 @@ class Machine:
     """Bytes per second that it sends to the other devices of its host."""
     offloads: bool = False
     """Whether it has memory of its own, which the host's adds to."""
+    float8: bool | None = None
+    """Whether it multiplies numbers of 8 bits with a floating point. None: nothing tells."""
 
     def peak(self, precision: NumberType) -> float | None:
         """None where it is not known; none is borrowed from another format."""
@@ -333,6 +352,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         gemm=entry.gemm,
         link=entry.link,
         offloads=not entry.shared,
+        float8=entry.float8,
     )
 
 
@@ -420,6 +440,10 @@ class TrainSetup:
     """What of these parts is together during a step: see `Mesh`."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights that are trained."""
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the residual stream."""
+    float8: Literal["off", "head", "all"] = "off"
+    """Which matmuls multiply numbers of 8 bits. Memory is planned as for bfloat16, which needs about as much."""
     compiled: bool = False
     """Whether a GPU's blocks are compiled for sure, and not where a trial speaks for it."""
     offload: bool = False
@@ -432,6 +456,10 @@ class TrainSetup:
     @property
     def weight_bytes(self) -> int:
         return 2 if self.weight_dtype == "bfloat16" else BYTES
+
+    @property
+    def residual_bytes(self) -> int:
+        return 2 if self.residual_dtype == "bfloat16" else BYTES
 
     @property
     def bytes_per_number(self) -> int:
@@ -541,7 +569,10 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
     compiled = way.compiled and way.method == "full" and not (way.sharded or what.processor)
     level = way.activation_checkpointing
-    kept, again = activation_parts(what.model, level, b, written_out=what.processor, compiled=compiled)
+    stream = way.residual_bytes
+    kept, again = activation_parts(
+        what.model, level, b, written_out=what.processor, compiled=compiled, residual_bytes=stream
+    )
     logits = logits_bytes(what, way)
     if not what.processor:  # a layer is computed again when the logits are gone: the larger of the two counts
         again = max(0, again - logits // tokens)
@@ -589,22 +620,6 @@ def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
     kept = base_bytes(what, way) + BYTES * (adapters + trained)
     once = int(kept * pinned_share(what, way.num_shards)) + remembered_bytes(what, way)
     return -(-way.devices // way.num_shards) * once
-
-
-def bus_bytes(what: Workload, way: TrainSetup, rows_per_step: int) -> float:
-    """
-    Between the host and each device in a step. In each micro-batch, blocks come for both passes, the head for one, an
-    embedding of its own for both if it is trained, and gradients go. Muon also moves matrices to the device and back.
-    """
-    trained, tied = trained_parameters(what, way), what.model.tie_embeddings
-    table = BYTES * what.vocab_size * what.model.hidden_size
-    blocks = base_bytes(what, way) + (0 if way.method == "full" else BYTES * trained) - (1 if tied else 2) * table
-    tables = table * (1 if tied else 3 if way.method == "full" else 2)
-    micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
-    moved = micro_batches * (2 * blocks + tables + BYTES * trained) / way.num_shards
-    if way.method == "full" and what.optimizer.kind == "muon":
-        moved += 2 * way.bytes_per_number * sum(k * n for k, n in matrix_sides(what.model))
-    return moved
 
 
 def update_numbers(what: Workload) -> int:

@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bloomery.core.errors import wrapped
+from bloomery.core.errors import ConfigError, wrapped
 from bloomery.core.log import about, counted
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import LEVELS, Level, Training
 from bloomery.train.plan import memory
-from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, host_update
+from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, bus_bytes, host_update
 from bloomery.train.plan.memory import (
     BASES,
     MEASURED_SHARE,
     Machine,
     TrainSetup,
     Workload,
-    bus_bytes,
     check_offload,
     check_shard,
     host_needs,
@@ -140,6 +139,8 @@ class PlanReport:
             "precision": way.precision,
             "method": way.method,
             "weight_dtype": way.weight_dtype,
+            "residual_dtype": way.residual_dtype,
+            "float8": way.float8,
             "sharded": way.sharded,
             "offload": "host" if way.offload else "none",
             "devices": way.devices,
@@ -389,6 +390,20 @@ def _size(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
+def check_formats(config: Training, target: Machine, stage: str) -> None:
+    """Raises ConfigError for short formats that a target does not compute in, or not as fast as the plan would say."""
+    precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
+    for name, default in (("residual_dtype", "float32"), ("float8", "off")):
+        value = getattr(config, name)
+        if value != default and precision != "bfloat16":
+            what = f'{name}="{value}" needs matmuls in bfloat16, but {target.name} computes in {precision}'
+            hint = f'Set {stage}.precision="bfloat16", or {stage}.{name}="{default}".'
+            raise ConfigError(what, where=f"{stage}.{name}", hint=hint)
+    if config.float8 != "off" and (target.processor or target.float8 is False):
+        what = f'float8="{config.float8}" needs a GPU that multiplies numbers of 8 bits, not {target.name}'
+        raise ConfigError(what, where=f"{stage}.float8", hint=f'Set {stage}.float8="off".')
+
+
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
     """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
     precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
@@ -398,6 +413,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     mesh = check_shard(config, target.devices, adapters=lora is not None)
     check_offload(config.offload, target, type(config).__name__.lower())
+    check_formats(config, target, type(config).__name__.lower())
     shards = 1 if mesh is None else mesh.dp_shard * mesh.tp
     accepted = may_offload(config, target.devices, adapters=lora is not None)
     refused = (set() if config.may_shard else {"parallelism"}) | (set() if accepted else {"offload"})
@@ -428,6 +444,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             shards=shards if config.mesh is not None and (shards > 1 or config.offload == "host") else 0,
             zero_stage=3 if mesh is None else mesh.zero_stage,
             weight_dtype=config.weight_dtype,
+            residual_dtype=config.residual_dtype,
+            float8=config.float8,
             compiled=config.compile == "on",
             offload=config.offload == "host",
         ),

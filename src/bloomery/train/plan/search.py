@@ -292,11 +292,11 @@ def alternatives(ask: PlanRequest, target: Machine, *, offload: bool = False) ->
     if target.devices > 1:
         ways += [replace(way, sharded=not free.sharded) for way in ways]
     halves = [replace(way, weight_dtype="bfloat16") for way in ways if _may_halve(way)]
-    whole = [replace(way, weight_dtype="float32") for way in ways]
+    whole = [replace(way, weight_dtype="float32", float8="off") for way in ways]
     ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in whole]
     ways += halves or (whole if ask.way.weight_bytes == 2 else [])
     if ask.way.precision != "float32":
-        ways.append(replace(free, precision="float32", weight_dtype="float32"))
+        ways.append(replace(free, precision="float32", weight_dtype="float32", residual_dtype="float32", float8="off"))
     if offload:
         ways += [on_host(replace(free, activation_checkpointing=level)) for level in get_args(Level)]
     return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way)) for way in ways]

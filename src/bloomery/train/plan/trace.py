@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,7 @@ from bloomery.train.optim import Optimizers
 from bloomery.train.plan.here import slower
 from bloomery.train.plan.memory import LOGITS_CHUNK_BYTES, Machine, Moment, TrainSetup, fits
 from bloomery.train.plan.search import Candidate, PlanRequest
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, set_short_formats
 from bloomery.train.step import Placed, clipping, gradients, placed, placed_losses, sparse_embedding_grad
 from bloomery.weights.opened import own_weights, put_weight
 
@@ -74,6 +74,8 @@ from torch.utils._pytree import tree_iter
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operations of two matrices; the last two arguments that are tensors are multiplied."""
+SCALED_PRODUCT = "_scaled_mm"
+"""That of float8: the first two arguments are multiplied. It is timed in bfloat16, which takes longer."""
 
 Product = tuple[int, int, int, int, torch.dtype]
 """Matrices, rows, inner, columns and format."""
@@ -188,10 +190,10 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.count_as(GATHERED, tensor)
         if self._on_processor and name in MIXED:
             self._reached(written_out(inputs), self.making)
-        if name in PRODUCTS:
-            left, right = inputs[-2:]
+        if name in PRODUCTS or name == SCALED_PRODUCT:
+            left, right = inputs[-2:] if name in PRODUCTS else inputs[:2]
             sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
-            self.products[(*sizes, left.dtype)] += 1
+            self.products[(*sizes, left.dtype if name in PRODUCTS else torch.bfloat16)] += 1
             if left.element_size() == 2:
                 self.kinds.add((name, sizes, *(one.stride(-1) == 1 for one in (left, right))))
         elif not function.is_view:
@@ -276,6 +278,8 @@ class TracedStep:
     ranks: int = 1
     """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
     weight_dtype: str = "float32"
+    residual_dtype: str = "float32"
+    float8: Literal["off", "head", "all"] = "off"
     lora: Lora | None = None
     """The adapters that are trained on frozen weights. None: all weights are trained."""
     packed: bool = True
@@ -420,6 +424,7 @@ def _traced(step: TracedStep) -> Traced:
         counting as meter,
     ):
         model = step.load()
+        set_short_formats(model, step.residual_dtype, step.float8, device.torch_device)
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
             gathered = torch.float32 if step.on_processor else step.precision
@@ -682,6 +687,8 @@ def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
         on_processor=option.what.processor,
         ranks=option.way.num_shards,
         weight_dtype=option.way.weight_dtype,
+        residual_dtype=option.way.residual_dtype,
+        float8=option.way.float8,
         lora=option.what.adapters(option.way),
         logits_chunk_bytes=option.what.logits_chunk_bytes,
     )

@@ -116,6 +116,12 @@ class Prefer(Training, Adapters):
         """Of a row, which holds two answers where they are pairs."""
         return self.answer_tokens(context) * (1 if isinstance(self.loss, Grpo) else 2)
 
+    @model_validator(mode="after")
+    def _has_no_float8(self) -> "Prefer":
+        if self.float8 != "off":
+            raise ValueError(f'float8="{self.float8}" is for pretraining and finetuning: remove it')
+        return self
+
     @property
     def may_shard(self) -> bool:
         """Each rank samples and reads answers on its own, so ranks go through the model at other times."""

@@ -1,0 +1,127 @@
+"""
+How much does the demo's model learn with shorter number formats, in equal steps from equal weights?
+
+    python benchmarks/short_formats.py [--json] [--quick] [--steps N] [--rows N] [--seeds N] [--folder FOLDER]
+        [--into FILE]
+
+The shards, the model, the optimizer and the schedule are those of recipes/demo.toml; a step has 8 rows of 256 tokens.
+All runs multiply in bfloat16, but for what is in float8. The loss is that of 32 held-out rows, in float32, the same for
+every run. CPUs compute a matmul in float8 by other means, so that this says nothing about speed. With --folder, what is
+done stays there, and the command goes on.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import learners
+
+from bloomery.core import config
+from bloomery.core.pipeline import machine, versions
+from bloomery.recipe import Recipe
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "demo.toml"
+FORMATS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "residual_dtype": {"residual_dtype": "bfloat16"},
+    "head": {"residual_dtype": "bfloat16", "float8": "head"},
+    "all": {"residual_dtype": "bfloat16", "float8": "all"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--into", type=Path, help="write the result there too")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(learned(options)))
+        return
+    if options.quick:
+        options.steps, options.seeds = 4, 1
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = options.folder or Path(folder)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        words = ["run", str(RECIPE), "--until", "shard", "--runs", str(options.folder)]
+        subprocess.run([sys.executable, "-m", "bloomery.cli", *words], check=True, stderr=subprocess.DEVNULL)
+        losses = {name: [run(name, seed, options)[-1][3] for seed in range(options.seeds)] for name in FORMATS}
+    report = result(losses, options)
+    if options.into:
+        options.into.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+
+
+def run(name: str, seed: int, options: argparse.Namespace) -> learners.Measured:
+    """One training in a process of its own, or what the folder has of it."""
+    kept = options.folder / f"{name}-{options.steps}x{options.rows}-seed{seed}.json"
+    if not kept.exists():
+        one = json.dumps({"name": name, "steps": options.steps, "seed": seed})
+        command = [sys.executable, __file__, "--one", one, "--folder", str(options.folder), "--rows", str(options.rows)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+        if not options.json:
+            print(f"{name}, seed {seed}: {json.loads(kept.read_text(encoding='utf-8'))[-1][3]} nats", flush=True)
+    found: learners.Measured = json.loads(kept.read_text(encoding="utf-8"))
+    return found
+
+
+def learned(options: argparse.Namespace) -> learners.Measured:
+    """One training, in this process."""
+    torch.set_num_threads(1)
+    section = config.load(Recipe, RECIPE).pretrain
+    assert section is not None
+    shards, tokenizer = (next((options.folder / "demo").glob(f"*-{stage}-*")) for stage in ("shard", "tokenizer"))
+    one = options.one
+    learner = learners.ours(
+        shards,
+        one["steps"],
+        tokenizer,
+        section.model,
+        section.optimizer,
+        section.schedule,
+        options.rows,
+        one["seed"],
+        "bfloat16",
+        **FORMATS[one["name"]],
+    )
+    return learners.course(learner, one["steps"], learners.held_out(shards, tokenizer), 1)
+
+
+def result(losses: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
+    means = {name: round(mean(values), 4) for name, values in losses.items()}
+    return {
+        "name": "short_formats",
+        "ours": {"value": means["all"], "unit": "nats a token with float8 = all, mean of the seeds"},
+        "peers": {"bfloat16": {"value": means["bfloat16"], "unit": "nats a token", "version": torch.__version__}},
+        "ratio_to_best_peer": round(means["bfloat16"] / means["all"], 4),
+        "machine": machine(),
+        "versions": versions(),
+        "notes": {
+            "quick": options.quick,
+            "steps": options.steps,
+            "global_batch_tokens": options.rows * learners.T,
+            "means": means,
+            "deviation": {name: round(stdev(values), 4) for name, values in losses.items() if len(values) > 1},
+            "losses": losses,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
