@@ -17,6 +17,7 @@ from bloomery.hw import distributed
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.config import Base, Lora, ModelConfig
+from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.chat_template import Renderer
@@ -98,6 +99,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "ademamix": AdEMAMix(learning_rate=1e-3, ramp_steps=STEPS),
     "adamw8bit": AdamW8bit(learning_rate=1e-3, weight_decay=0.1, block=32),
 }
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 THREE = ("full", "LoRA", "NF4")
 """Methods that are tried on every mesh."""
 Case = tuple[str, str, tuple[int, int, int]]
@@ -184,12 +186,15 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+        self.bytes = dict.fromkeys(COLLECTIVES, 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if "_allgather_base_" in name:
             self.bytes["all-gather"] += args[0].nbytes - args[1].nbytes
+        elif "alltoall_base_" in name:
+            count = torch.distributed.ProcessGroup.unbox(args[2]).size()
+            self.bytes["all-to-all"] += args[0].nbytes * (count - 1) / count
         elif "_reduce_scatter_base_" in name:
             self.bytes["reduce-scatter"] += args[1].nbytes - args[0].nbytes
         elif "c10d.allreduce_" in name:
@@ -204,6 +209,7 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             assert "allgather" not in name, name
             assert "reduce_scatter" not in name, name
+            assert "alltoall" not in name, name
         return func(*args, **(kwargs or {}))
 
     def _reduced(self, size: int, count: int) -> None:
@@ -231,7 +237,7 @@ def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh, **setti
         activation_checkpointing=LEVELS.get(other, "none"),
         **{"matmul_bytes": 4, **sizes, **settings},
     )
-    by_collective = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
+    by_collective = dict.fromkeys(COLLECTIVES, 0.0)
     for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:
         by_collective[traffic.collective] += traffic.num_bytes
     return by_collective
@@ -357,6 +363,40 @@ def test_blocks_are_compiled_with_their_exchanges_over_tp() -> None:
         assert compiles, why
         assert ("graph breaks" in why) == (method == "NF4"), why  # a base that is dequantized twice leaves the graph
         assert fast["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+def updated(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What the first rank receives in an update of Muon, of parts on a GPU and, without a GPU, on the host of some."""
+    torch.set_num_threads(1)
+    by_mesh = {}
+    for axes in MESHES[world.size]:
+        counts = []
+        for elsewhere in (True, False):
+            model = made("full", "", 2)
+            fsdp.shard(model, world, processor(), of_axes(axes))
+            for weight in model.parameters():
+                weight.grad = torch.ones_like(weight)
+            token = cpu.ELSEWHERE.set(elsewhere)
+            with Received() as bytes_by_collective:
+                Optimizers(model, Muon(), torch.float32, world=world).step()
+            cpu.ELSEWHERE.reset(token)
+            counts.append(bytes_by_collective.bytes)
+        by_mesh[str(axes)] = counts
+    return by_mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_an_update_of_muon_receives_the_bytes_of_the_plan(ranks: int) -> None:
+    by_mesh = launch.run("tests.train.test_mesh:updated", {}, ranks)
+    for axes in MESHES[ranks]:
+        for received_bytes, offload in zip(by_mesh[str(axes)], ("none", "host"), strict=True):
+            muon, others = (
+                planned("full", "", 2, 4, of_axes(axes), optimizer=optimizer, offload=offload)
+                for optimizer in (Muon(), AdamW())
+            )
+            expected = {name: muon[name] - others[name] for name in COLLECTIVES}
+            assert received_bytes == pytest.approx(expected, rel=0.02, abs=100), (axes, offload)
 
 
 # --- weights, gradients and optimizer on the host ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
 from bloomery.train import collectives, fsdp, launch, optim
 from bloomery.train.collectives import LIBRARY, total_norm
-from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
+from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Mesh, Muon, Optimizer
 from bloomery.train.optim import (
     BATCH_NUMBERS,
     REMEMBERED,
@@ -31,6 +31,7 @@ from bloomery.train.optim import (
     slow_mean,
 )
 from bloomery.train.step import accumulate_gradients
+from bloomery.weights import checkpoint
 from bloomery.weights.safetensors import save_tensors
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import on_cpu, random_batch
@@ -561,27 +562,58 @@ def test_a_state_is_taken_over_without_a_copy_only_where_that_is_asked_for() -> 
     assert {name: tensor.data_ptr() for name, tensor in optimizers.state().items()} == addresses
 
 
-def muon_stepped(model: Transformer, world: World) -> dict[str, list[float]]:
-    """All weights after two steps of Muon with the same gradients on every rank, with matmuls in float32."""
+def muon_stepped(model: Transformer, world: World, *, resumes: bool = False) -> dict[str, list[float]]:
+    """
+    All weights after three steps of Muon with the same gradients on every rank, with matmuls in float32. With
+    `resumes`, each step has an optimizer of its own, which takes up the state of the last.
+    """
     optimizers = Optimizers(model, Muon(muon_lr=0.05), torch.float32, world=world)
-    for seed in range(2):
+    for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             weight.grad = collectives.like(weight, torch.randn(weight.shape, generator=generator))
         optimizers.step()
+        if resumes:
+            state = optimizers.state(checkpoint.as_part)
+            optimizers = Optimizers(model, Muon(muon_lr=0.05), torch.float32, world=world)
+            optimizers.restore(state)
     return {name: collectives.whole(weight).flatten().tolist() for name, weight in model.named_parameters()}
 
 
+DEALT = ModelConfig(
+    hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=48, context_length=8, mlp="swiglu"
+)
+"""12 matrices of 32 x 32, of which tp cuts 9 by rows and 3 by columns, 6 of 48 x 32, and 3 of 32 x 48."""
+MESHES: dict[int, tuple[Mesh | None, ...]] = {
+    2: (None, Mesh(dp_shard=2), Mesh(tp=2), Mesh(dp_replicate=2)),
+    3: (None, Mesh(dp_shard=3)),
+    4: (Mesh(dp_replicate=2, dp_shard=2), Mesh(dp_shard=2, tp=2), Mesh(dp_replicate=2, tp=2), Mesh(tp=4)),
+    8: (Mesh(dp_replicate=2, dp_shard=2, tp=2),),
+}
+"""By ranks; None for whole copies without a mesh."""
+
+
 def stepped_together(task: dict[str, Any], world: World) -> dict[str, Any]:
-    """As on GPUs: matrices in batches of about three, dealt out to ranks that hold all weights or parts of them."""
-    optim.WIDE_BATCH_NUMBERS = 3 * 16 * 16
-    model = lively(SHAPES[1])
-    if task["parts"]:
-        fsdp.shard(model, world, on_cpu().device)
-    token = cpu.ELSEWHERE.set(True)
-    weights = muon_stepped(model, world)
+    """As on GPUs: matrices in batches of about one for each rank or two, dealt out to ranks of a mesh."""
+    torch.set_num_threads(1)
+    token, stepped = cpu.ELSEWHERE.set(True), []
+    for mesh in MESHES[world.size]:
+        counts = [0]
+
+        def counted(matrices: Tensor, *settings: Any, counts: list[int] = counts) -> Tensor:
+            counts[0] += len(matrices)
+            return orthogonalize(matrices, *settings)
+
+        vars(optim)["orthogonalize"] = counted
+        for numbers, resumes in ((1024, False), (2048, True)):
+            optim.WIDE_BATCH_NUMBERS, model = numbers, lively(DEALT)
+            if mesh is not None:
+                fsdp.shard(model, world, on_cpu().device, mesh)
+            weights = muon_stepped(model, world, resumes=resumes)
+            stepped.append({"weights": world.gather(weights), "counts": world.gather(counts[0])})
+            counts[0] = 0
     cpu.ELSEWHERE.reset(token)
-    return {"weights": world.gather(weights)}
+    return {"stepped": stepped}
 
 
 def furthest(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
@@ -598,10 +630,15 @@ def test_muon_in_large_batches_is_muon_in_small_ones(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_share_the_work_of_muon_end_with_what_one_computes(ranks: int, parts: bool) -> None:
-    expected = muon_stepped(lively(SHAPES[1]), World.alone())
-    found = launch.run("tests.train.test_optim:stepped_together", {"parts": parts}, ranks)["weights"]
-    assert all(one == found[0] for one in found)
-    assert furthest(expected, found[0]) < 1e-5
+@pytest.mark.parametrize("ranks", MESHES)
+def test_on_every_mesh_one_rank_orthogonalizes_each_matrix_and_all_end_with_what_one_process_computes(
+    ranks: int,
+) -> None:
+    expected = muon_stepped(lively(DEALT), World.alone())
+    stepped = launch.run("tests.train.test_optim:stepped_together", {}, ranks)["stepped"]
+    assert len(stepped) == 2 * len(MESHES[ranks])
+    for case in stepped:
+        assert sum(case["counts"]) == 3 * 21
+        assert max(case["counts"]) <= 3 * sum(-(-number // ranks) for number in (9, 3, 6, 3))
+        assert all(weights == case["weights"][0] for weights in case["weights"])
+        assert furthest(expected, case["weights"][0]) < 1e-5

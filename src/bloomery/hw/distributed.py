@@ -151,6 +151,16 @@ class World:
             dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
         return gathered.view(self.size, count, *rest)
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Send each rank its row of a tensor. Returns what all ranks have sent here, by rank, in the same shape."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor)
+        with _together("exchange"):
+            dist.all_to_all_single(received, tensor, group=self.group)
+        return received
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum(torch.zeros(1))

@@ -21,7 +21,7 @@ estimate for large weights. Ranks that hold parts of weights each measure their 
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from bloomery.model.kernels.cpu import call
 from bloomery.shards.loader import IGNORE, Batch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -248,6 +249,102 @@ def copies(tensor: Tensor) -> int:
         return 1
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """
+    The ranks that hold copies of a matrix (R, C), each in parts (r, c), and how they deal out work on many matrices.
+
+    A rank has the number copy · parts + part. Ranks exchange tensors along one axis of a mesh after the other. So
+    copies come first, whatever the mesh, and the matrices of the ranks of a copy are neighbors.
+    """
+
+    copy_axes: tuple[World, ...]
+    cut_axes: tuple[tuple[World, int], ...]
+    """Ranks, and the dim that they cut. A later axis cuts first."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, world: World) -> "MeshAxes":
+        """Of a tensor that is spread over a mesh, or that all ranks of `world` have in one piece."""
+        if not isinstance(tensor, DTensor):
+            return cls((world,), ())
+        mesh = tensor.device_mesh
+        several = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        axes = [
+            (World(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis)), tensor.placements[axis])
+            for axis in several
+        ]
+        cuts = tuple((ranks, placed.dim) for ranks, placed in axes if isinstance(placed, Shard | _StridedShard))
+        return cls(tuple(ranks for ranks, placed in axes if placed.is_replicate()), cuts)
+
+    @property
+    def parts(self) -> int:
+        """Ranks that hold one copy."""
+        return math.prod(ranks.size for ranks, _ in self.cut_axes)
+
+    @property
+    def copies(self) -> int:
+        return math.prod(ranks.size for ranks in self.copy_axes)
+
+    @property
+    def ranks(self) -> int:
+        return self.copies * self.parts
+
+    @property
+    def copy(self) -> int:
+        """Number of this rank's copy."""
+        return _number(self.copy_axes)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.copy * self.parts + _number([ranks for ranks, _ in self.cut_axes])
+
+    def _cuts(self, shape: Sequence[int]) -> list[tuple[World, int, int]]:
+        """Ranks, dim and its size before they cut it, from the first cut on."""
+        sizes, cuts = list(shape), list[tuple[World, int, int]]()
+        for ranks, dim in reversed(self.cut_axes):
+            cuts.append((ranks, dim, sizes[dim]))
+            sizes[dim] = -(-sizes[dim] // ranks.size)
+        return cuts
+
+    def part_shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of a part of a matrix of this shape, with padding at its end."""
+        sizes = list(shape)
+        for ranks, dim, size in self._cuts(shape):
+            sizes[dim] = -(-size // ranks.size)
+        return sizes
+
+    def gather_share(self, parts: Tensor, shape: Sequence[int]) -> Tensor:
+        """
+        From (parts · n, r, c), this rank's part of n matrices of each rank of its copy, to (n, R, C): all of the n
+        matrices of this rank. All ranks call it. Along each axis, a rank receives fewer numbers than R · C · n.
+        """
+        for ranks, dim, size in reversed(self._cuts(shape)):
+            received = ranks.all_to_all(parts.reshape(ranks.size, -1, *parts.shape[1:]))
+            parts = torch.cat(received.unbind(), dim + 1).narrow(dim + 1, 0, size)
+        return parts
+
+    def spread_shares(self, matrices: Tensor) -> Tensor:
+        """
+        From (n, R, C) of each rank to (ranks · n, r, c): this rank's part of the matrices of all ranks, by their
+        numbers. All ranks call it.
+        """
+        for ranks, dim, size in self._cuts(matrices.shape[1:]):
+            extra = -size % ranks.size
+            padded = F.pad(matrices, (0, extra) if dim else (0, 0, 0, extra))
+            matrices = ranks.all_to_all(torch.stack(padded.chunk(ranks.size, dim + 1))).flatten(0, 1)
+        for ranks in reversed(self.copy_axes):
+            matrices = ranks.all_gather(matrices).flatten(0, 1)
+        return matrices
+
+
+def _number(axes: Iterable[World]) -> int:
+    number = 0
+    for ranks in axes:
+        number = number * ranks.size + ranks.rank
+    return number
 
 
 def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:

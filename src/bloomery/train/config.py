@@ -532,6 +532,16 @@ class Training(Config):
         return self
 
 
+def remarks(config: Training, context: int) -> list[str]:
+    """What the numbers come to where that is hardly what they were meant to."""
+    tokens = trained_tokens(config.global_batch_tokens, context)
+    messages = []
+    if tokens != config.global_batch_tokens:
+        rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
+        messages.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.global_batch_tokens:,}")
+    return messages
+
+
 class Adapters(Config):
     """What finetuning has before the settings of Training: a default optimizer depends on it."""
 

@@ -30,12 +30,12 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
 from bloomery.train.collectives import Norms
-from bloomery.train.config import Mesh, Training, WSDSchedule
+from bloomery.train.config import Mesh, Training, WSDSchedule, remarks
 from bloomery.train.loss import chunks_of
 from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.here import DryRun, decided, offload_cost, tell
-from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, remarks, rows_at_once, rows_per_step
+from bloomery.train.plan.memory import check_shard, logits_chunk_bytes, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, compute_in_short_formats, short
 from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import Failure, Hook, Hooks, PhaseTimer, SpikeGuard, State, forget

@@ -4,10 +4,10 @@ from bloomery.core.config import build
 from bloomery.model.config import cost
 from bloomery.model.transformer import Transformer
 from bloomery.train import loss, optim
-from bloomery.train.config import Training
+from bloomery.train.config import Training, remarks
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan import memory
-from bloomery.train.plan.memory import optimizer_bytes, remarks, rows_at_once, rows_per_step
+from bloomery.train.plan.memory import optimizer_bytes, rows_at_once, rows_per_step
 from bloomery.train.step import accumulate_gradients
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE
@@ -50,6 +50,7 @@ def test_a_plan_counts_with_the_numbers_that_training_has() -> None:
     assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES
     assert memory.FILE_BYTES == checkpoint.FILE_BYTES
     assert (memory.UPDATE_NUMBERS, memory.WIDE_UPDATE_NUMBERS) == (optim.BATCH_NUMBERS, optim.WIDE_BATCH_NUMBERS)
+    assert memory.COPIES_AT_ONCE == optim.COPIES_AT_ONCE
 
 
 def test_chunks_of_logits_take_a_small_share_of_a_device_and_never_less_than_a_cpu_has() -> None:

@@ -18,6 +18,7 @@ Not counted: documents that do not see each other (their attention is cheaper), 
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from bloomery.model.config import GATED, ModelConfig
@@ -249,8 +250,15 @@ def _update(what: Workload, way: TrainSetup) -> tuple[float, float]:
     )
     if what.optimizer.kind != "muon":
         return 0.0, moved / shards
-    flops = sum(5.0 * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for k, n in matrix_sides(what.model))
-    return flops / way.devices, moved / shards + ORTHOGONAL_BYTES * in_blocks / way.devices
+    computed = _matrix_share(what.model, 1 if way.offload else way.devices)  # all where parts are on the host
+    flops = sum(5.0 * number * (4 * min(k, n) ** 2 * max(k, n) + 2 * min(k, n) ** 3) for number, k, n in computed)
+    numbers = sum(number * k * n for number, k, n in _matrix_share(what.model, way.devices))
+    return flops, moved / shards + ORTHOGONAL_BYTES * numbers
+
+
+def _matrix_share(model: ModelConfig, devices: int) -> list[tuple[int, int, int]]:
+    """How many matrices the busiest of these devices orthogonalizes, with their sides."""
+    return [(-(-number // devices), k, n) for (k, n), number in Counter(matrix_sides(model)).items()]
 
 
 def host_update(what: Workload, way: TrainSetup) -> float:
@@ -282,13 +290,28 @@ def _exchange(what: Workload, way: TrainSetup, at: Rates, micro_batches: int, mi
     if way.devices == 1 or at.link is None:
         return 0.0, 0.0
     others = (way.devices - 1) / way.devices
+    directions = _direction_bytes(what, way) / at.link
     trained = what.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
     if way.sharded:
         gathered = FROZEN_BYTES.get(way.method, way.bytes_per_number)
         sent = others * (2 * min(gathered, way.bytes_per_number) * what.parameters + 4 * trained)
         first = others * way.bytes_per_number * what.vocab_size * what.model.hidden_size
         late = max(sent / at.link - micro, first / at.link)
-        return micro_batches * late, micro_batches * 16.0 * what.parameters
+        return micro_batches * late + directions, micro_batches * 16.0 * what.parameters
     last = min(4.0 * trained, max(BUCKET_BYTES, 4.0 * what.vocab_size * what.model.hidden_size))
     late = max(2 * others * 4.0 * trained / at.link - micro * 2 / 3, 2 * others * last / at.link)
-    return late, 16.0 * trained
+    return late + directions, 16.0 * trained
+
+
+def _direction_bytes(what: Workload, way: TrainSetup) -> float:
+    """
+    That a device receives in an update of Muon: parts of its share of the matrices, its part of their directions, and
+    the same part of those from other copies. All matrices in float32 where parts are on the host.
+    """
+    if way.method != "full" or what.optimizer.kind != "muon":
+        return 0.0
+    shards, copies = way.num_shards, way.devices // way.num_shards
+    if way.offload:
+        return 4.0 * sum(k * n for k, n in matrix_sides(what.model)) * (shards - 1) / shards
+    share = sum(number * k * n for number, k, n in _matrix_share(what.model, way.devices))
+    return way.bytes_per_number * share * (2 * (shards - 1) / shards + copies - 1)

@@ -59,16 +59,6 @@ def rows_at_once(config: Training, context: int) -> int:
     return max(1, tokens // context)
 
 
-def remarks(config: Training, context: int) -> list[str]:
-    """What the numbers come to where that is hardly what they were meant to."""
-    tokens = trained_tokens(config.global_batch_tokens, context)
-    messages = []
-    if tokens != config.global_batch_tokens:
-        rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
-        messages.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.global_batch_tokens:,}")
-    return messages
-
-
 BASE_WHOLE = "a frozen base lies whole on each device"
 """Why a model is not to be sharded."""
 
@@ -413,10 +403,10 @@ def logits_chunk_bytes(memory_bytes: int, *, processor: bool) -> int:
     return min(LARGEST_CHUNK_BYTES, 1 << (room.bit_length() - 1))
 
 
-UPDATE_NUMBERS, WIDE_UPDATE_NUMBERS = 2**21, 2**25
+UPDATE_NUMBERS, WIDE_UPDATE_NUMBERS, COPIES_AT_ONCE = 2**21, 2**25, 8
 """
-As `train.optim.BATCH_NUMBERS` on a CPU and WIDE_BATCH_NUMBERS on other devices; of float32 and bfloat16, a handful of
-times.
+As `train.optim.BATCH_NUMBERS` on a CPU, WIDE_BATCH_NUMBERS and COPIES_AT_ONCE on other devices; of float32 and
+bfloat16, a handful of times.
 """
 
 
@@ -579,6 +569,10 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     if way.sharded:  # weights are gathered in the format of matmuls, or as codes
         copied = largest_matrix(what.model) if way.method in ("int8", "nf4") else 0
+    update = 5 * BYTES * min(UPDATE_NUMBERS, trained) // num_shards
+    if what.optimizer.kind == "muon" and way.method == "full" and not what.processor:
+        total = sum(k * n for k, n in matrix_sides(what.model))
+        update = shared_update_bytes(largest_matrix(what.model), total, way.devices, way.devices // num_shards)
     estimate = MemoryEstimate(
         weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
         gradients=way.weight_bytes * trained // num_shards,
@@ -586,7 +580,7 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
         copies=0 if b == way.weight_bytes else b * copied,
         activations=tokens * (kept + again),
         logits=logits,
-        update=(5 * BYTES * min(update_numbers(what), trained) + rounded_bytes(what, way)) // num_shards,
+        update=update + rounded_bytes(what, way) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
     if not way.offload or what.processor:
@@ -622,10 +616,13 @@ def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
     return -(-way.devices // way.num_shards) * once
 
 
-def update_numbers(what: Workload) -> int:
-    """How many numbers an optimizer works on at once, beyond what it keeps."""
-    wide = not what.processor and what.optimizer.kind == "muon"
-    return WIDE_UPDATE_NUMBERS if wide else UPDATE_NUMBERS
+def shared_update_bytes(largest: int, total: int, devices: int, copies: int) -> int:
+    """
+    Of an update by Muon on a device: its share of a batch of matrices, and its part of the results of all copies of
+    the model. `largest` and `total` are the numbers of the largest matrix and of all matrices.
+    """
+    share = max(largest, min(WIDE_UPDATE_NUMBERS * COPIES_AT_ONCE // max(COPIES_AT_ONCE, copies), total // devices))
+    return share * max(5 * BYTES, 2 * (copies + 3))
 
 
 PROCESS_BYTES = 330 * 2**20

@@ -12,7 +12,7 @@ from bloomery.core.errors import ConfigError, wrapped
 from bloomery.core.log import about, counted
 from bloomery.hw.specs import GIB
 from bloomery.model.config import Lora, ModelConfig
-from bloomery.train.config import LEVELS, Level, Training
+from bloomery.train.config import LEVELS, Level, Training, remarks
 from bloomery.train.plan import memory
 from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, bus_bytes, host_update
 from bloomery.train.plan.memory import (
@@ -28,7 +28,6 @@ from bloomery.train.plan.memory import (
     kv_bytes,
     may_offload,
     needs,
-    remarks,
     rows_at_once,
     rows_per_step,
 )

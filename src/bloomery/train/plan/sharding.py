@@ -16,12 +16,14 @@ train/sharding_rules.py say where each tensor lies. Everything after that is ari
 Communication counts the bytes that a device receives in a step, by ring algorithms: (n − 1) / n of a gathered or
 reduced tensor, twice that for an all-reduce. Units are gathered in the forward and again in the backward pass of each
 micro-batch. With tp, each block gathers its inputs and scatters the sums of its outputs twice in a forward pass, and
-the gradients of both in a backward pass. The collectives of training on CPUs are those of this plan, by test.
+the gradients of both in a backward pass. The collectives of training on CPUs are those of this plan, by test. Those of
+Muon's update are the ones of GPUs.
 
 Speed: the FLOP/s of the spec sheet times LORA_MFU. A token costs 4 FLOP for each weight in a matmul with LoRA, and 6 in
 full training; looking up an embedding costs none. If the links need longer at the rate of the spec sheet, they decide.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -49,6 +51,7 @@ from bloomery.train.plan.memory import (
     activation_bytes_per_token,
     check_offload,
     pinned_bytes,
+    shared_update_bytes,
     with_host,
 )
 from bloomery.train.sharding_rules import (
@@ -553,6 +556,10 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     logits += table * (BYTES + ask.matmul_bytes) if lora is None else 0  # the gradient of the head in both formats
     halves = (tensor.local_numbers for tensor in trained if tensor.number_bytes == 2)
     rounding = 2 * BYTES * max(halves, default=0)  # of a weight in bfloat16: its numbers and random bits
+    update = 5 * BYTES * min(UPDATE_NUMBERS, local_trained)
+    if ask.optimizer.kind == "muon" and lora is None:
+        dealt = [one.numbers for one in trained if len(one.shape) == 2 and one.unit.startswith("blocks.")]
+        update = shared_update_bytes(max(dealt), sum(dealt), mesh.devices, mesh.dp_replicate)
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=sum(tensor.local_bytes for tensor in trained),
@@ -560,7 +567,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
         copies=unpacked * largest + rounded,
         activations=tokens * kept,
         logits=-(-logits // mesh.tp),
-        update=5 * BYTES * min(UPDATE_NUMBERS, local_trained) + rounding,
+        update=update + rounding,
         gathered=_gathered(ask, tensors),
     )
     if ask.offload != "host":
@@ -719,7 +726,34 @@ def step_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: i
     for tensor in tensors:
         if tensor.kind == "row" and tensor.name.endswith(".magnitude"):  # lengths of whole rows of DoRA
             add("all-reduce", "tp", (1 + again) * BYTES * tensor.numbers, mesh.tp)
+    for collective, axis, num_bytes, count in _matrix_traffic(ask, tensors):
+        add(collective, axis, num_bytes, count, once=True)
     return [Traffic(collective=kind, axis=axis, num_bytes=int(size)) for (kind, axis), size in reached.items()]
+
+
+def _matrix_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> Iterator[tuple[str, str, float, int]]:
+    """
+    What an update of Muon exchanges: collective, axis, bytes and ranks. Devices that share a copy swap parts of
+    matrices for whole ones, and back, as train.collectives.MeshAxes does. Parts on the host are gathered in float32.
+    """
+    if ask.optimizer.kind != "muon":
+        return
+    mesh = ask.mesh
+    matrices = [one for one in tensors if one.trained and len(one.shape) == 2 and one.unit.startswith("blocks.")]
+    alike = Counter((one.shape, one.tp, one.dp_shard, one.local_numbers) for one in matrices)
+    for (_, tp, dp_shard, local), number in alike.items():
+        cuts = {"dp_shard": 1 if dp_shard is None else mesh.dp_shard, "tp": 1 if tp is None else mesh.tp}
+        if ask.offload == "host":
+            yield "all-gather", "dp_shard", number * BYTES * local * cuts["dp_shard"], cuts["dp_shard"]
+            yield "all-gather", "tp", number * BYTES * local * cuts["dp_shard"] * cuts["tp"], cuts["tp"]
+            continue
+        share = -(-number // mesh.devices) * cuts["dp_shard"] * cuts["tp"] * local * ask.matmul_bytes
+        for axis, count in cuts.items():
+            yield "all-to-all", axis, 2 * share, count
+        if tp is None:
+            yield "all-gather", "tp", mesh.tp * share, mesh.tp
+        copies = mesh.devices // (cuts["dp_shard"] * cuts["tp"])
+        yield "all-gather", "dp_replicate", copies * share, mesh.dp_replicate
 
 
 def _rows_that_fit(ask: ShardingRequest, tensors: Sequence[ShardedTensor], target: Machine) -> int:
