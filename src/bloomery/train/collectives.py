@@ -278,6 +278,11 @@ class MeshAxes:
         cuts = tuple((ranks, placed.dim) for ranks, placed in axes if isinstance(placed, Shard | _StridedShard))
         return cls(tuple(ranks for ranks, placed in axes if placed.is_replicate()), cuts)
 
+    def for_number(self, number: int) -> "MeshAxes":
+        """Those that share work on so many matrices: one copy alone, if the others would not shorten the work."""
+        shortens = -(-number // self.ranks) < -(-number // self.parts)
+        return self if shortens else replace(self, copy_axes=())
+
     @property
     def parts(self) -> int:
         """Ranks that hold one copy."""

@@ -158,10 +158,11 @@ class BatchedMuon(torch.optim.Muon):
     part. On GPUs, batches are larger, and their matrices are dealt out. On any mesh, one rank orthogonalizes a matrix:
     it gets the parts of one copy, and each rank gets its part of the result. Parts on the host are treated as on a CPU.
 
-    Copies of a model share the work too, even if they are on several hosts. A rank then receives its part of the other
-    copies' results: in bfloat16, a quarter of the bytes that it receives for one sum of its gradients. To repeat the
-    work would take longer from square matrices of 550 columns on, and 8 times as long at 4,096. It takes 30 · columns
-    FLOPs per number, at 400 TFLOP/s, where 2 bytes travel at 50 GB/s.
+    Copies of a model share the work too, even if they are on several hosts. The exception is a batch so small that each
+    copy finishes it as fast alone. Where they share, a rank receives its part of the other copies' results. In bfloat16
+    this is a quarter of the bytes that it receives for one sum of its gradients, and more if a shape has fewer matrices
+    than there are ranks. To repeat the work would take longer from square matrices of 550 columns on, and 8 times as
+    long at 4,096. It takes 30 · columns FLOPs per number, at 400 TFLOP/s, where 2 bytes travel at 50 GB/s.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class BatchedMuon(torch.optim.Muon):
                         axes = MeshAxes.of(alike[0], self._world)
                         share = WIDE_BATCH_NUMBERS * COPIES_AT_ONCE // max(COPIES_AT_ONCE, axes.copies)
                         for batch in _batches(alike, share, axes.ranks):
-                            self._change_together(batch, group, axes)
+                            self._change_together(batch, group, axes.for_number(len(batch)))
                     else:
                         for batch in _batches(alike, BATCH_NUMBERS):
                             self._change(batch, group)

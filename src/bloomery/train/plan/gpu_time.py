@@ -313,5 +313,9 @@ def _direction_bytes(what: Workload, way: TrainSetup) -> float:
     shards, copies = way.num_shards, way.devices // way.num_shards
     if way.offload:
         return 4.0 * sum(k * n for k, n in matrix_sides(what.model)) * (shards - 1) / shards
-    share = sum(number * k * n for number, k, n in _matrix_share(what.model, way.devices))
-    return way.bytes_per_number * share * (2 * (shards - 1) / shards + copies - 1)
+    received = 0.0
+    for (k, n), number in Counter(matrix_sides(what.model)).items():
+        share = -(-number // way.devices)
+        others = copies - 1 if share < -(-number // shards) else 0  # a copy that is as fast alone gets none
+        received += share * k * n * (2 * (shards - 1) / shards + others)
+    return way.bytes_per_number * received

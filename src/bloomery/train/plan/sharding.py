@@ -747,13 +747,14 @@ def _matrix_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> I
             yield "all-gather", "dp_shard", number * BYTES * local * cuts["dp_shard"], cuts["dp_shard"]
             yield "all-gather", "tp", number * BYTES * local * cuts["dp_shard"] * cuts["tp"], cuts["tp"]
             continue
-        share = -(-number // mesh.devices) * cuts["dp_shard"] * cuts["tp"] * local * ask.matmul_bytes
+        parts = cuts["dp_shard"] * cuts["tp"]
+        share = -(-number // mesh.devices)
+        moved = share * parts * local * ask.matmul_bytes
         for axis, count in cuts.items():
-            yield "all-to-all", axis, 2 * share, count
-        if tp is None:
-            yield "all-gather", "tp", mesh.tp * share, mesh.tp
-        copies = mesh.devices // (cuts["dp_shard"] * cuts["tp"])
-        yield "all-gather", "dp_replicate", copies * share, mesh.dp_replicate
+            yield "all-to-all", axis, 2 * moved, count
+        if share < -(-number // parts):  # else each copy of a matrix is worked on
+            yield "all-gather", "tp", mesh.tp * moved, mesh.tp if tp is None else 1
+            yield "all-gather", "dp_replicate", mesh.devices // parts * moved, mesh.dp_replicate
 
 
 def _rows_that_fit(ask: ShardingRequest, tensors: Sequence[ShardedTensor], target: Machine) -> int:
