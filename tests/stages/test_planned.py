@@ -164,7 +164,7 @@ def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_i
         assert code == 0, err
         found.append(json.loads(out)["prefer"])
     assert found[1]["peak_bytes"] - found[0]["peak_bytes"] == found[1]["weights_bytes"] - found[0]["weights_bytes"]
-    assert found[1]["weights_bytes"] == found[0]["weights_bytes"] + 4 * found[0]["parameters"]
+    assert 2.0 < (found[1]["weights_bytes"] - found[0]["weights_bytes"]) / found[0]["parameters"] < 4.0  # matrices: 2
     assert "drawing answers" in found[0]["not_planned"]
     code, out, _ = call(
         "plan", DEMO, *words[:-3], "--device", "rtx-4090", *words[-2:], 'prefer.pairs=[{kind="worlds"}]'

@@ -1,10 +1,12 @@
 """The stage `prefer` on answers that the model draws itself: what they are worth, that it learns, that it goes on."""
 
+import copy
+import gc
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,16 @@ from bloomery.core.config import build, plain
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.generate.engine import Completion
-from bloomery.shards.loader import IGNORE
+from bloomery.model import lora
+from bloomery.model.config import Lora
+from bloomery.model.kernels import cpu
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import IGNORE, Batch
 from bloomery.stages import prefer, rollouts
 from bloomery.stages.rollouts import PolicyQuestion, Rollouts, judge
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.preference.config import Grpo, Prefer
-from bloomery.train.preference.losses import by_token
+from bloomery.train.preference.losses import GRPOLoss, by_token
 from bloomery.weights import hf
 from tests import warm
 from tests.stages.made_prefer import CONTEXT, guessing, left, settings, tuned
@@ -78,6 +84,14 @@ def test_an_answer_is_right_that_ends_and_says_the_number(said: str, ended: bool
         judge(RENDERER, question(), Completion(small().encode(said), 0 if ended else None), marked=marked).right
         == right
     )
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """The code of devices that are no CPU, on this CPU."""
+    token = cpu.ELSEWHERE.set(True)
+    yield
+    cpu.ELSEWHERE.reset(token)
 
 
 @pytest.fixture
@@ -157,6 +171,76 @@ def test_a_batch_ends_with_its_longest_answer(source: Callable[..., Rollouts], m
     assert short.drawn.now is not None
     assert whole.drawn.now is not None
     assert np.allclose(short.drawn.now, whole.drawn.now[:, :length], atol=1e-6)
+
+
+def test_answers_that_share_rows_have_the_same_log_probabilities_and_micro_batches_after_a_resume(
+    source: Callable[..., Rollouts], elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "LENGTH_STEP", 4)
+    made, again = source(updates=2, max_new_tokens=9), source(updates=2, max_new_tokens=9)
+    sizes = list[int]()
+
+    def asked_for(model: Transformer, micro_batch: Batch, *settings: Any) -> torch.Tensor:
+        sizes.append(len(micro_batch.ids))
+        return by_token(model, micro_batch, *settings)
+
+    monkeypatch.setattr(rollouts, "by_token", asked_for)
+    batch = made.batch(made.order(0, 12, 0))
+    assert sum(sizes) == 2 * 12
+    assert len(sizes) < 2 * 12 / made.rows_at_once
+    for values in (made.drawn.now, made.drawn.before):
+        assert values is not None
+        assert np.allclose(values, by_token(made.model, batch, on_cpu()).detach().numpy(), atol=1e-5)
+    read = again.batch(again.order(12, 12, 0))
+    assert again.used_before
+    parts = [
+        GRPOLoss(one.loss, lambda: made.drawn, one.length_step, one.capacity).micro_batches(answers, 3, on_cpu())
+        for one, answers in ((made, batch), (again, read))
+    ]
+    assert len(parts[0]) < 4
+    for first, second in zip(*parts, strict=True):
+        for name in rollouts.FIELDS:
+            assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+@pytest.mark.parametrize("adapters", [{"rank": 4}, {"rank": 4, "base_dtype": "nf4"}, {"rank": 4, "dora": True}])
+def test_the_reference_of_adapters_is_the_base_itself_and_says_what_a_copy_of_it_says(
+    source: Callable[..., Rollouts], adapters: dict[str, Any]
+) -> None:
+    made, separate = source(), source()
+    for one in (made, separate):
+        lora.attach(one.model, build(Lora, adapters), 0)
+        one.reference = None
+    separate.reference = copy.deepcopy(separate.model)  # before its adapters say anything
+    for one in (made, separate):
+        for name, weight in lora.weights(one.model).items():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    batch = made.batch(np.arange(8))
+    assert np.array_equal(separate.batch(np.arange(8)).ids, batch.ids)
+    assert np.array_equal(np.asarray(made.drawn.before), np.asarray(separate.drawn.before))
+    now = by_token(made.model, batch, on_cpu()).detach().numpy()
+    assert not np.allclose(np.asarray(made.drawn.before), now, atol=1e-3), "adapters are on again"
+
+
+@pytest.mark.parametrize(("adapters", "models"), [({"rank": 4}, 1), (None, 2)])
+def test_a_run_with_adapters_has_one_model_and_a_run_of_all_weights_has_a_second(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: dict[str, Any] | None, models: int
+) -> None:
+    def alive() -> list[Transformer]:
+        gc.collect()
+        return [model for model in gc.get_objects() if isinstance(model, Transformer)]
+
+    others, seen = alive(), list[int]()
+    told = Rollouts._told
+
+    def counted(self: Rollouts, *arguments: Any) -> Any:
+        seen.append(sum(not any(model is other for other in others) for model in alive()))
+        return told(self, *arguments)
+
+    monkeypatch.setattr(Rollouts, "_told", counted)
+    prefer.run(drawing(steps=1, **({} if adapters is None else {"lora": adapters})), {"finetune": finetuned}, tmp_path)
+    assert set(seen) == {models}
 
 
 def test_answers_of_several_updates_are_kept_until_no_checkpoint_needs_them(source: Callable[..., Rollouts]) -> None:

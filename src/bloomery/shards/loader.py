@@ -78,16 +78,16 @@ class Batch:
 
     def split(self, size: int) -> list["Batch"]:
         """The same samples in micro-batches of at most `size`."""
-        cuts = [slice(start, start + size) for start in range(0, len(self.ids), size)]
-        parts = (self.ids, self.targets, self.positions, self.segments, self.samples)
-        return [Batch(*(part[cut] for part in parts)) for cut in cuts]
+        return [self.rows(slice(start, start + size)) for start in range(0, len(self.ids), size)]
 
     def of_rank(self, rank: int, size: int) -> "Batch":
         """Samples rank, rank + size, rank + 2 · size …: what one of `size` ranks computes of a global batch."""
-        if size == 1:
-            return self
+        return self if size == 1 else self.rows(slice(rank, None, size))
+
+    def rows(self, which: NDArray[np.int64] | slice) -> "Batch":
+        """Some of the samples, in the order of their numbers in `which`."""
         parts = (self.ids, self.targets, self.positions, self.segments, self.samples)
-        return Batch(*(part[rank::size] for part in parts))
+        return Batch(*(part[which] for part in parts))
 
 
 class PackedDataset:

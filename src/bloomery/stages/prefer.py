@@ -51,7 +51,15 @@ from bloomery.train import launch
 from bloomery.train.checkpointing import AdapterSaver, FullModelSaver, ModelSaver
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
-from bloomery.train.preference.losses import CHOSEN, REJECTED, GRPOLoss, PairTable, PreferenceLoss, reference_of
+from bloomery.train.preference.losses import (
+    CHOSEN,
+    REJECTED,
+    GRPOLoss,
+    PairTable,
+    PreferenceLoss,
+    keep_as_computed,
+    reference_of,
+)
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
 from bloomery.weights import hf, locate
@@ -451,13 +459,14 @@ def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World)
         config=config.model_copy(update={"global_batch_tokens": rows * rollouts.length}),
         samples=rollouts,
         validation=HeldOut(loss, known["val"], start.renderer, out / "answers.jsonl"),
-        loss_function=GRPOLoss(loss, lambda: rollouts.drawn, rollouts.length_step),
+        loss_function=GRPOLoss(loss, lambda: rollouts.drawn, rollouts.length_step, rollouts.capacity),
         early=False,
     )
 
     def begin(precision: Precision, rows_at_once: int, stop: StopRequest) -> None:
         rollouts.precision, rollouts.rows_at_once = precision, rows_at_once
         if reference is not None:
+            keep_as_computed(reference, precision)
             reference.to(precision.device.torch_device)
         _measure_before(training_run, training_run.validation, precision)
 

@@ -28,7 +28,7 @@ from bloomery.shards.loader import IGNORE, Batch, sample_positions
 from bloomery.tokenizer.chat_template import ChatRenderer
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo
-from bloomery.train.preference.losses import Drawn, advantages, by_token
+from bloomery.train.preference.losses import Drawn, advantages, by_token, packed_groups
 from bloomery.train.validation import Sampler, evaluating
 
 import torch
@@ -155,6 +155,11 @@ class Rollouts:
     def length_step(self) -> int | None:
         return LENGTH_STEP if self.trims else None
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of a row that answers may share."""
+        return self.length if self.trims else None
+
     def epochs(self, seen: int) -> float:
         return seen / self.loss.updates / self.num_samples
 
@@ -240,15 +245,13 @@ class Rollouts:
         """N × T, under a model as it is; ranks share the rows."""
         log_p = torch.zeros(batch.ids.shape)
         mine = np.arange(self.world.rank, len(batch.ids), self.world.size)
-        was_training = model.training
+        lengths, was_training = (self.length_step, self.capacity), model.training
         with torch.no_grad():
             model.eval()
-            begin = 0
-            for micro_batch in batch.of_rank(self.world.rank, self.world.size).split(self.rows_at_once):
-                rows = torch.from_numpy(mine[begin : begin + len(micro_batch.ids)])
-                some = by_token(model, micro_batch, precision, self.loss.temperature, self.length_step)
-                log_p[rows] = some.cpu()
-                begin += len(micro_batch.ids)
+            for group in packed_groups(batch.rows(mine), self.rows_at_once, precision, *lengths):
+                rows = mine[group]
+                some = by_token(model, batch.rows(rows), precision, self.loss.temperature, *lengths)
+                log_p[torch.from_numpy(rows)] = some.cpu()
             model.train(was_training)
         return np.asarray(self.world.sum(log_p).numpy(), np.float32)
 

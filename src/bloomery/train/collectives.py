@@ -20,7 +20,7 @@ estimate for large weights. Ranks that hold parts of weights each measure their 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -361,15 +361,19 @@ def over_ranks(numbers: Tensor, of: Tensor) -> Tensor:
     return numbers
 
 
-def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
+def micro_batches(
+    batch: Batch, size: int, world: World, model: nn.Module, split: Callable[[Batch, int], list[Batch]] = Batch.split
+) -> list[Batch]:
     """
-    The micro-batches of this rank. Of a sharded model all ranks have the same number of them, because each waits for
-    the parts of the others. Micro-batches that fill up the number have no supervised token, and add exactly zero.
+    The micro-batches of this rank. `split` makes them of its rows and a size, unless the model is sharded. Of a sharded
+    model all ranks have the same number of them, because each waits for the parts of the others. Micro-batches that
+    fill up the number have no supervised token, and add exactly zero.
     """
     number, count = data_rank(model, world)
-    own = batch.of_rank(number, count).split(size)
+    share = batch.of_rank(number, count)
     if not is_sharded(model):
-        return own
+        return split(share, size)
+    own = share.split(size)
     rows = -(-len(batch.ids) // count)
     blank = replace(batch.split(1)[0], targets=np.full_like(batch.targets[:1], IGNORE))
     return own + [blank] * (-(-rows // size) - len(own))

@@ -250,7 +250,7 @@ def usual_batches(samples: SampleSource, config: Training, ranks: int = 1) -> li
         alone = float(single.mean()) ** rows
         for kind, which, share in ((False, ~single, 1 - alone), (True, single, alone)):
             if share >= SELDOM and kind not in kinds:
-                kinds[kind] = _of_rows(batch, np.resize(which.nonzero()[0], rows))
+                kinds[kind] = batch.rows(np.resize(which.nonzero()[0], rows))
     return [kinds[kind] for kind in sorted(kinds)]
 
 
@@ -262,10 +262,6 @@ def _places(samples: SampleSource, rows: int) -> list[NDArray[np.int64]]:
     seen = max(rows, min(ROWS_SEEN, TOKENS_SEEN // samples.length))
     parts = [(0, N), (N, samples.last.num_samples)] if isinstance(samples, AnnealedDataset) else [(0, N)]
     return [first + np.arange(seen) * max(1, size // seen) % size for first, size in parts]
-
-
-def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
-    return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
 
 
 def _pass(model: Transformer, batch: Batch, precision: Precision, parts: int = 1) -> tuple[float, float]:

@@ -77,6 +77,10 @@ class LossFunction(Protocol):
 
     def totals(self, batch: Batch) -> BatchTotals: ...
 
+    def micro_batches(self, share: Batch, size: int, precision: Precision) -> list[Batch]:
+        """The rows of a rank in micro-batches, each with no more positions than `size` of the longest rows."""
+        ...
+
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums: ...
 
 
@@ -200,7 +204,8 @@ def accumulate_gradients(
     totals = loss_function.totals(batch)
     count = max(totals.divisor, 1)
     total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
-    parts = collectives.micro_batches(batch, micro_batch, world, model)
+    split = partial(loss_function.micro_batches, precision=precision)
+    parts = collectives.micro_batches(batch, micro_batch, world, model, split)
     same = world.size // collectives.data_rank(model, world)[1]  # ranks with the same rows
     overlapped, failure = precision.device.is_gpu, ""
     sums: LossSums | None = None
@@ -250,6 +255,9 @@ class CausalLMLoss:
 
     def totals(self, batch: Batch) -> BatchTotals:
         return BatchTotals(int((batch.targets != IGNORE).sum()))
+
+    def micro_batches(self, share: Batch, size: int, precision: Precision) -> list[Batch]:
+        return share.split(size)
 
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
         return LossSums(*micro_batch_losses(model, micro_batch, precision, self.z_loss, scale))

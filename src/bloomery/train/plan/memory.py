@@ -529,7 +529,16 @@ class Workload:
         )
 
     def reference_bytes(self, way: "TrainSetup") -> int:
-        return way.weight_bytes * self.parameters if self.reference and way.method == "full" else 0
+        """Of the copy, whose matrices are in the format of matmuls, unless a CPU computes."""
+        if not self.reference or way.method != "full":
+            return 0
+        whole = way.weight_bytes * self.parameters
+        if self.processor or way.bytes_per_number >= way.weight_bytes:
+            return whole
+        as_kept = self.model.tie_embeddings or self.model.normalize_head
+        head = self.vocab_size * self.model.hidden_size if as_kept else 0
+        matrices = cost(self.model, self.vocab_size).matmul_parameters - head
+        return whole - (way.weight_bytes - way.bytes_per_number) * matrices
 
 
 def remembered_bytes(what: Workload, way: TrainSetup) -> int:

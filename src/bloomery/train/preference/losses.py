@@ -28,8 +28,12 @@ from numpy.typing import NDArray
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.log import progress
 from bloomery.core.signals import StopRequest
+from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
+from bloomery.model.kernels import cpu
+from bloomery.model.layers import NormalizedHead
 from bloomery.model.transformer import Transformer
+from bloomery.shards.build import first_fit_decreasing
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.train.loss import chunk_tokens, on_processor, padded_table
 from bloomery.train.precision import Precision
@@ -38,7 +42,7 @@ from bloomery.train.step import BatchTotals, LossSums, Placed, placed, supervise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Answers(NamedTuple):
@@ -172,11 +176,18 @@ def by_token(
     precision: Precision,
     temperature: float = 1.0,
     length_step: int | None = None,
+    capacity: int | None = None,
 ) -> Float[Tensor, "B T"]:
     """
     Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count. With `length_step`,
-    the model sees the columns up to the last target alone, in a multiple of it.
+    the model sees the columns up to the last target alone, in a multiple of it. With a `capacity` too, the model sees
+    the rows packed into rows of that many tokens, unless a CPU computes.
     """
+    if length_step is not None and capacity is not None and has_own_code(precision):
+        seen, origins = packed(batch, capacity, length_step)
+        log_p = _of_targets(model, placed(seen, precision.device.torch_device), precision, temperature)
+        (at,) = devices.staged([torch.from_numpy(origins[seen.targets != IGNORE])], log_p.device)
+        return torch.zeros(batch.targets.size, device=log_p.device).index_put((at,), log_p).view(batch.targets.shape)
     seen = batch if length_step is None else shortened(batch, length_step)
     where = placed(seen, precision.device.torch_device)
     log_p = _of_targets(model, where, precision, temperature)
@@ -190,6 +201,69 @@ def shortened(batch: Batch, step: int) -> Batch:
     length = step * -(-int(last[-1] + 1) // step) if len(last) else step
     names = ("ids", "targets", "positions", "segments")
     return replace(batch, **{name: getattr(batch, name)[:, :length] for name in names})
+
+
+def has_own_code(precision: Precision) -> bool:
+    """Whether no CPU computes, or a trace says so. Answers share rows there, and the reference is short."""
+    return precision.device.torch_device.type != "cpu" or cpu.ELSEWHERE.get()
+
+
+def packed(batch: Batch, capacity: int, step: int) -> tuple[Batch, NDArray[np.int64]]:
+    """
+    The rows of a batch, up to the last target of each, in as few rows of at most `capacity` tokens as fit; and where
+    each token was in the flattened batch, or −1 for padding. The width is a multiple of `step`, or the capacity.
+
+    Documents keep their positions, and see only themselves. Padding follows the last document of its row, so that a row
+    with a single document stays one. Segments of the batch must rise. `samples` are those of each row's first answer.
+    """
+    lengths, T = _used_tokens(batch), batch.ids.shape[1]
+    rows = first_fit_decreasing(lengths, capacity)
+    width = _width(max(sum(lengths[index] for index in row) for row in rows), capacity, step)
+    origins = np.full((len(rows), width), -1)
+    for row, indices in enumerate(rows):
+        tokens = np.concatenate([index * T + np.arange(lengths[index]) for index in indices])
+        origins[row, : len(tokens)] = tokens
+    filled = origins >= 0
+    ids, targets, positions, inner = (
+        np.where(filled, part.reshape(-1)[origins], blank)
+        for part, blank in ((batch.ids, 0), (batch.targets, IGNORE), (batch.positions, 0), (batch.segments, 0))
+    )
+    owners = origins // T
+    begins = (owners[:, 1:] != owners[:, :-1]) | (inner[:, 1:] != inner[:, :-1])
+    segments = np.pad(np.cumsum(begins & filled[:, 1:], axis=1), ((0, 0), (1, 0)))
+    return Batch(ids, targets, positions, segments, batch.samples[[row[0] for row in rows]]), origins
+
+
+def packed_groups(
+    batch: Batch, size: int, precision: Precision, step: int | None, capacity: int | None
+) -> list[NDArray[np.int64]]:
+    """
+    The rows of each micro-batch, by number. Where rows are packed, those of a micro-batch take at most `size` times
+    `capacity` positions, and packed rows of similar length are together. Otherwise each has `size` rows.
+    """
+    if step is None or capacity is None or not has_own_code(precision):
+        numbers = np.arange(len(batch.ids))
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    lengths, groups, most = _used_tokens(batch), list[list[list[int]]](), 0
+    rows = sorted(first_fit_decreasing(lengths, capacity), key=lambda row: -sum(lengths[index] for index in row))
+    for row in rows:
+        if not groups or len(groups[-1]) == most:
+            groups.append([])
+            most = size * capacity // _width(sum(lengths[index] for index in row), capacity, step)
+        groups[-1].append(row)
+    # `packed` gives the answers of a group the same rows again: those of other groups never were in the way.
+    return [np.sort(np.concatenate(group)) for group in groups]
+
+
+def _used_tokens(batch: Batch) -> list[int]:
+    """Tokens up to the last target of each row, and at least one."""
+    lengths = ((batch.targets != IGNORE) * np.arange(1, batch.ids.shape[1] + 1)).max(1)
+    tokens: list[int] = np.maximum(lengths, 1).tolist()
+    return tokens
+
+
+def _width(tokens: int, capacity: int, step: int) -> int:
+    return min(step * -(-tokens // step), capacity)
 
 
 class Sequences(NamedTuple):
@@ -217,6 +291,20 @@ def by_sequence(model: Transformer, batch: Batch, most: int, precision: Precisio
     lengths = torch.from_numpy(np.bincount(rows * most + numbers, minlength=len(batch.ids) * most))
     sums = torch.segment_reduce(log_p, "sum", lengths=lengths, initial=0.0, unsafe=True)
     return Sequences(sums.view(-1, most), lengths.view(-1, most).float())
+
+
+def keep_as_computed(reference: Transformer, precision: Precision) -> None:
+    """
+    Keep the matrices of a frozen model in the number format that matmuls convert them to, in-place. The model computes
+    the same bits in half the memory. Embeddings, vectors and a head with normalized rows are read in float32, and stay.
+    Nothing changes on CPUs, whose kernels read float32.
+    """
+    if not has_own_code(precision) or precision.dtype == torch.float32:
+        return
+    for module in reference.modules():
+        plain = isinstance(module, nn.Linear) and not isinstance(module, NormalizedHead)
+        if plain and module.weight is not reference.embed.weight:
+            module.weight.data = module.weight.data.to(precision.dtype)
 
 
 NOTHING, CHOSEN, REJECTED = 0, 1, 2
@@ -275,6 +363,9 @@ class PreferenceLoss:
     )
     """Means over the pairs."""
     positive: ClassVar[bool] = True
+
+    def micro_batches(self, share: Batch, size: int, precision: Precision) -> list[Batch]:
+        return share.split(size)
 
     def totals(self, batch: Batch) -> BatchTotals:
         pairs = int((self.table.kinds[batch.samples] == CHOSEN).sum())
@@ -357,6 +448,8 @@ class GRPOLoss:
     """Those of the batch at hand."""
     length_step: int | None = None
     """See `by_token`. None where compiled blocks want a single length."""
+    capacity: int | None = None
+    """Tokens of a row that answers share, on devices that are no CPU. None: each answer has its own row."""
     metrics: ClassVar[tuple[str, ...]] = ("kl", "clip_fraction")
     """Means over the tokens of the answers."""
     positive: ClassVar[bool] = False
@@ -366,8 +459,12 @@ class GRPOLoss:
         count = len(batch.ids) if self.loss.normalize == "answers" else tokens
         return BatchTotals(count, tokens, self.drawn().facts)
 
+    def micro_batches(self, share: Batch, size: int, precision: Precision) -> list[Batch]:
+        groups = packed_groups(share, size, precision, self.length_step, self.capacity)
+        return [share.rows(numbers) for numbers in groups]
+
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
-        now = by_token(model, micro_batch, precision, self.loss.temperature, self.length_step)
+        now = by_token(model, micro_batch, precision, self.loss.temperature, self.length_step, self.capacity)
         drawn, device = self.drawn(), now.device
         rows = drawn.rows(micro_batch.samples)
         counts = torch.from_numpy(micro_batch.targets != IGNORE).to(device)
