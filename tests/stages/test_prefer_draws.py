@@ -176,8 +176,12 @@ def test_a_batch_ends_with_its_longest_answer(source: Callable[..., Rollouts], m
 def test_answers_that_share_rows_have_the_same_log_probabilities_and_micro_batches_after_a_resume(
     source: Callable[..., Rollouts], elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def answered(model: Transformer, asked: Any, seeds: Any, renderer: Any, sampling: Any) -> list[Completion]:
+        return [Completion([5 + seed % 7] * (1 + seed % 5), RENDERER.end_id) for seed in seeds]
+
     monkeypatch.setattr(rollouts, "LENGTH_STEP", 4)
-    made, again = source(updates=2, max_new_tokens=9), source(updates=2, max_new_tokens=9)
+    monkeypatch.setattr(rollouts, "answered", answered)
+    made, again = source(updates=2, max_new_tokens=27), source(updates=2, max_new_tokens=27)
     sizes = list[int]()
 
     def asked_for(model: Transformer, micro_batch: Batch, *settings: Any) -> torch.Tensor:
