@@ -296,7 +296,7 @@ def by_sequence(model: Transformer, batch: Batch, most: int, precision: Precisio
 def keep_as_computed(reference: Transformer, precision: Precision) -> None:
     """
     Keep the matrices of a frozen model in the number format that matmuls convert them to, in-place. The model computes
-    the same bits in half the memory. Embeddings, vectors and a head with normalized rows are read in float32, and stay.
+    the same bits in less memory. Embeddings, vectors and a head with normalized rows are read in float32, and stay.
     Nothing changes on CPUs, whose kernels read float32.
     """
     if not has_own_code(precision) or precision.dtype == torch.float32:
