@@ -18,11 +18,11 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_225,
     "weights": 6_575,
-    "train": 11_375,
+    "train": 11_485,
     "generate": 2_170,
     "evaluation": 4_690,
     "serve": 3_920,
-    "stages": 6_465,
+    "stages": 6_480,
 }
 
 

@@ -29,7 +29,7 @@ from bloomery.serve.chat_model import Answerer, AnswerStreams, Asked, Models, No
 from bloomery.serve.models import WEIGHT_BYTES, LoadSettings, ModelRegistry, answerer_of, weight_bytes
 from bloomery.serve.server import serving
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train.plan.memory import kv_bytes
+from bloomery.train.plan.report import kv_bytes
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
 from tests.core.made import manifest

@@ -780,11 +780,6 @@ def gathered_bytes(what: Workload, way: TrainSetup) -> int:
     return kept + BYTES * (block + tables // (1 if model.tie_embeddings else 2))
 
 
-def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
-    """Of keys and values of one conversation as long as the context."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context_length * bytes_per_number
-
-
 TOKEN_BYTES = {True: 2, False: 4}
 """Of a token ID in a shard, by whether all token IDs are below 2¹⁶."""
 

@@ -25,7 +25,6 @@ from bloomery.train.plan.memory import (
     check_shard,
     host_needs,
     in_host,
-    kv_bytes,
     may_offload,
     needs,
     rows_at_once,
@@ -387,6 +386,11 @@ def _size(size: int) -> str:
     if size >= GIB / 4:
         return f"{size / GIB:,.{2 if size < 1000 * GIB else 0}f} GiB"
     return f"{size / 2**20:,.1f} MiB"
+
+
+def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
+    """Of keys and values of one conversation as long as the context."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context_length * bytes_per_number
 
 
 def check_formats(config: Training, target: Machine, stage: str) -> None:
