@@ -69,7 +69,8 @@ def ours(
     model.initialize(seed)
     set_short_formats(model, residual_dtype, float8, device.torch_device)
     source = batches(PackedDataset(folder, "train", shape.context_length, known.hash), first=0, size=rows, seed=seed)
-    optimizers, state = Optimizers(model, optimizer), State()
+    how, state = Precision.decide(precision, device), State()
+    optimizers = Optimizers(model, optimizer, how.muon_dtype)
 
     def learn(until: int) -> None:
         Trainer(
@@ -81,7 +82,7 @@ def ours(
             micro_batch=rows,
             learning_rate_share=lambda step: learning_rate_share(schedule, step, steps),
             max_grad_norm=1.0,
-            precision=Precision.decide(precision, device),
+            precision=how,
         ).train()
 
     def scores(batch: Batch) -> Tensor:

@@ -210,7 +210,7 @@ def has_own_code(precision: Precision) -> bool:
 
 def packed(batch: Batch, capacity: int, step: int) -> tuple[Batch, NDArray[np.int64]]:
     """
-    The rows of a batch, up to the last target of each, in as few rows of at most `capacity` tokens as fit; and where
+    The rows of a batch, up to the last target of each, in as few rows of at most `capacity` tokens as fit. Also where
     each token was in the flattened batch, or −1 for padding. The width is a multiple of `step`, or the capacity.
 
     Documents keep their positions, and see only themselves. Padding follows the last document of its row, so that a row
@@ -225,8 +225,8 @@ def packed(batch: Batch, capacity: int, step: int) -> tuple[Batch, NDArray[np.in
         origins[row, : len(tokens)] = tokens
     filled = origins >= 0
     ids, targets, positions, inner = (
-        np.where(filled, part.reshape(-1)[origins], blank)
-        for part, blank in ((batch.ids, 0), (batch.targets, IGNORE), (batch.positions, 0), (batch.segments, 0))
+        np.where(filled, array.reshape(-1)[origins], blank)
+        for array, blank in ((batch.ids, 0), (batch.targets, IGNORE), (batch.positions, 0), (batch.segments, 0))
     )
     owners = origins // T
     begins = (owners[:, 1:] != owners[:, :-1]) | (inner[:, 1:] != inner[:, :-1])
@@ -251,7 +251,7 @@ def packed_groups(
             groups.append([])
             most = size * capacity // _width(sum(lengths[index] for index in row), capacity, step)
         groups[-1].append(row)
-    # `packed` gives the answers of a group the same rows again: those of other groups never were in the way.
+    # `packed` puts the answers of a group into the same rows again, as rows of other groups change nothing.
     return [np.sort(np.concatenate(group)) for group in groups]
 
 
