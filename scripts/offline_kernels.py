@@ -166,11 +166,20 @@ def compiled(one: Launch, name: str) -> dict[str, int]:
     target = TARGETS[name]
     triton.runtime.driver.set_active(Elsewhere(name))
     asks = getattr(language(), one.kernel).warmup
-    kernel = asks(grid=one.grid, **one.arguments, **one.constants, num_warps=one.warps, num_stages=one.stages)
+    kernel = asks(grid=one.grid, **in_formats_of(name, one.arguments), **one.constants, num_warps=one.warps, num_stages=one.stages)
     if one.warps * target.gpu.warp_size > THREADS:
         raise SystemExit(f"{one.kernel} asks for {one.warps} warps of {target.gpu.warp_size} threads")
     took = of_amd(kernel, target) if target.machine is not None else of_nvidia(kernel)
     return took | {"lds_bytes": kernel.metadata.shared}
+
+
+def in_formats_of(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with float8 as the chip has it."""
+    own = {torch.float8_e5m2: torch.float8_e5m2fnuz} if name == "gfx942" else {}
+    return {
+        place: value.to(own[value.dtype]) if isinstance(value, Tensor) and value.dtype in own else value
+        for place, value in arguments.items()
+    }
 
 
 def of_amd(kernel: Any, target: Target) -> dict[str, int]:

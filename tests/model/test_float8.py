@@ -20,6 +20,7 @@ from tests.train.made import on_cpu, processor
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -87,6 +88,52 @@ def test_rounding_is_relative_to_the_largest_number_and_keeps_it(formats: float8
         assert float((y - x).abs().max()) <= float(x.abs().max()) * 2.0 ** -(bits + 1)
         assert float(y.abs().max()) == pytest.approx(float(x.abs().max()), rel=1e-6)
     assert not rounded(torch.zeros(16, 16), formats[0]).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 64])
+def test_a_gpu_gets_the_layouts_and_multiples_that_it_wants(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's rules for tensors of a GPU, which a CPU has not: for tensors without numbers, they are checked here."""
+    monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
+    for formats in (OCP, FNUZ):
+        with FakeTensorMode(), torch.no_grad():
+            x, w = float8.padded(torch.empty(tokens, 48, dtype=torch.bfloat16)), torch.empty(32, 48)
+            for upstream in (torch.empty(len(x), 32), torch.empty(32, len(x)).t(), torch.empty(()).expand(len(x), 32)):
+                kept = Kept()
+                y = float8._RoundedLinear.forward(kept, x, w, formats, torch.bfloat16)
+                grads = float8._RoundedLinear.backward(kept, upstream.to(torch.bfloat16))
+                assert (y.shape, grads[0].shape, grads[1].shape) == ((len(x), 32), x.shape, w.shape)
+            head = float8.HeadInFloat8(torch.empty(203, 48), formats, 64)
+            logits = head.logits(torch.empty(tokens, 48, dtype=torch.bfloat16))
+            assert logits.shape == (tokens, 256)
+            grad = float8.scaled(float8.padded(logits), formats[1])
+            rows, matrix = head.gradients(grad, torch.bfloat16, learns=True)
+            assert (len(rows) >= tokens, matrix is not None and matrix.shape) == (True, (256, 48))
+
+
+class Kept:
+    """What an operation keeps for its backward pass."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def test_sides_may_lie_in_memory_in_any_order() -> None:
+    x, w = torch.randn(32, 48), torch.randn(64, 48)
+    y = float8.linear(x, w, None, OCP, torch.float32)
+    other = float8.linear(x.t().contiguous().t(), w.t().contiguous().t(), None, OCP, torch.float32)
+    torch.testing.assert_close(other, y)
+    assert float8.scaled(x.t(), OCP[0])[0].is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [203, 5000])
+def test_the_head_is_rounded_as_any_matrix_and_padded_with_zeros(rows: int) -> None:
+    weight = torch.randn(rows, 32)
+    head = float8.HeadInFloat8(weight, OCP, 64)
+    codes, scale = float8.scaled(weight, OCP[0])
+    assert torch.equal(head.rows[0][:rows].float(), codes.float())
+    assert torch.equal(head.rows[1], scale)
+    assert len(head.rows[0]) % 64 == 0
+    assert not head.rows[0][rows:].float().any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -176,7 +223,7 @@ def main() -> None:
 
 def test_a_matrix_with_other_sides_is_named() -> None:
     odd = Transformer(SHAPE.model_copy(update={"intermediate_size": 24}), VOCABULARY)
-    with pytest.raises(ConfigError, match=r'mlp\.gate has 24 x 64\nSet float8="off"'):
+    with pytest.raises(ConfigError, match=r'mlp\.gate has 24 x 64\nSet float8="head" or "off"'):
         float8.multiply_in_float8(odd, "all", CPU)
     assert odd.head_float8 is None, "nothing is half set"
     float8.multiply_in_float8(odd, "head", CPU)

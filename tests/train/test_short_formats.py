@@ -4,24 +4,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, HardwareError
+from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
 from bloomery.hw.specs import CATALOG, named
 from bloomery.model.config import PRESETS, ModelConfig
-from bloomery.train import launch, precision
+from bloomery.shards.loader import PackedDataset
+from bloomery.train import compile, launch, loss, precision
 from bloomery.train.config import AdamW, Finetune, Training
 from bloomery.train.plan.gpu_time import rates, step_time
+from bloomery.train.plan.here import room
 from bloomery.train.plan.memory import TrainSetup, Workload, check_shard, needs, of_entry, of_memory
 from bloomery.train.plan.report import asked, check_formats
 from bloomery.train.plan.trace import TracedStep, trace
 from bloomery.train.preference.config import Prefer
+from tests.tokenizer.made import small
 from tests.train import made
-from tests.train.made import ADAMW, lines, run, session
+from tests.train.made import ADAMW, lines, model_bytes, run, session, stopped
 
 import torch
 
@@ -61,6 +66,10 @@ def test_adapters_and_preferences_have_no_float8() -> None:
         build(Finetune, {"steps": 1, "global_batch_tokens": 1, "lora": {}, "float8": "all"})
     with pytest.raises(ConfigError, match="is for pretraining and finetuning: remove it"):
         build(Prefer, {"steps": 1, "global_batch_tokens": 1, "pairs": [{"kind": "worlds"}], "float8": "all"})
+    with pytest.raises(ConfigError, match='residual_dtype="bfloat16" is for pretraining and finetuning'):
+        build(
+            Prefer, {"steps": 1, "global_batch_tokens": 1, "pairs": [{"kind": "worlds"}], "residual_dtype": "bfloat16"}
+        )
 
 
 @pytest.mark.parametrize(("name", "value"), [("float8", "head"), ("residual_dtype", "bfloat16")])
@@ -89,10 +98,11 @@ def test_a_run_learns_about_as_well_and_resumes_bit_for_bit(shards: Path, tmp_pa
     start = lines(tmp_path / "plain", "loss")[0]["loss"]
     assert short["validation_loss"] < start - 0.5 * (start - plain["validation_loss"])
     assert short["validation_loss"] == pytest.approx(plain["validation_loss"], rel=0.03)
-    again = session(shards, tmp_path / "again", **RUN, **SHORT, keep_every=10).run()
-    assert again["loss"] == short["loss"], "two runs are the same"
-    rest = lines(tmp_path / "short", "loss")
-    assert [line["loss"] for line in lines(tmp_path / "again", "loss")] == [line["loss"] for line in rest]
+    session(shards, tmp_path / "whole", **RUN | SHORT | {"keep_every": 5}).run()
+    again = stopped(tmp_path / "whole", tmp_path / "again", 15)
+    session(shards, again, **RUN | SHORT | {"keep_every": 5}).run()
+    ends = [model_bytes(tmp_path / name) for name in ("short", "whole", "again")]
+    assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.mark.parametrize("level", ["selective", "full"])
@@ -134,14 +144,68 @@ def test_a_plan_refuses_float8_on_a_device_without_it(key: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"needs a GPU that multiplies numbers of 8 bits, not {key}\nSet pretrain\.fl"
     ):
-        check_formats(config, target, "pretrain")
-    check_formats(training(residual_dtype="bfloat16", precision="bfloat16"), target, "pretrain")
+        check_formats(config, WIDE, target, "pretrain")
+    check_formats(training(residual_dtype="bfloat16", precision="bfloat16"), WIDE, target, "pretrain")
 
 
 def test_a_plan_for_an_unknown_gpu_leaves_float8_to_the_run() -> None:
-    check_formats(training(float8="all"), of_memory(2**34), "pretrain")
+    check_formats(training(float8="all"), WIDE, of_memory(2**34), "pretrain")
     with pytest.raises(ConfigError, match=r"computes in float16\nSet pretrain\.precision"):
-        check_formats(training(float8="all"), of_entry(named("t4")), "pretrain")
+        check_formats(training(float8="all"), WIDE, of_entry(named("t4")), "pretrain")
+
+
+def test_a_plan_refuses_shapes_that_are_not_multiples_of_16_and_says_what_works() -> None:
+    odd, target = WIDE.model_copy(update={"intermediate_size": 40}), of_entry(named("h100"))
+    with pytest.raises(ConfigError, match=r'but one has 40 x 32\nSet float8="head" or "off"'):
+        check_formats(training(float8="all"), odd, target, "pretrain")
+    check_formats(training(float8="head"), odd, target, "pretrain")
+    with pytest.raises(ConfigError, match=r'Set float8="off"'):
+        check_formats(training(float8="head"), WIDE.model_copy(update={"hidden_size": 40}), target, "pretrain")
+
+
+@pytest.mark.parametrize(
+    ("facts", "rocm", "there"),
+    [
+        ({"major": 8, "minor": 0}, False, False),
+        ({"major": 8, "minor": 9}, False, True),
+        ({"major": 9, "minor": 0}, False, True),
+        ({"gcnArchName": "gfx942:sramecc+:xnack-", "major": 9, "minor": 4}, True, True),
+        ({"gcnArchName": "gfx1100", "major": 11, "minor": 0}, True, False),
+        ({"gcnArchName": "gfx1201", "major": 12, "minor": 0}, True, True),
+    ],
+)
+def test_a_plan_for_this_machine_knows_whether_its_gpu_has_float8(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], rocm: bool, there: bool
+) -> None:
+    monkeypatch.setattr(devices, "is_rocm", lambda: rocm)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(**facts))
+    gpu = replace(made.processor(torch.bfloat16), torch_device=torch.device("cuda", 0), memory_bytes=2**34)
+    assert room(gpu, 1).float8 is there
+    assert room(made.processor(), 1).float8 is False
+
+
+def test_layers_that_are_tried_before_sharding_have_the_formats_of_the_run(
+    shards: Path, wide: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def noted(model: Any, *inputs: Any, **how: Any) -> compile.Verdict:
+        tried.append(model)
+        return compile.Verdict(False, "not now")
+
+    monkeypatch.setattr(compile, "compile_blocks", noted)
+    samples = PackedDataset(shards, "train", made.T, small().hash)
+    config = training(**SHORT, optimizer=ADAMW, micro_batch_tokens=2 * made.T)
+    compile._tried_layers(config, WIDE, samples, made.on_cpu(torch.bfloat16), 1)
+    assert tried[0].residual_dtype == torch.bfloat16
+    assert tried[0].blocks[0].mlp.gate.float8 is not None
+
+
+def test_a_loss_that_a_gpu_computes_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss.check_float8(made.processor(torch.bfloat16))
+    monkeypatch.setattr(loss, "scaled", lambda *inputs: (inputs[0].to(inputs[1]), torch.full((), 1.5)))
+    with pytest.raises(HardwareError, match=r"test computes a wrong loss with numbers of 8 bits \(error"):
+        loss.check_float8(made.processor(torch.bfloat16))
 
 
 def test_every_key_of_a_device_with_float8_is_in_the_catalog() -> None:

@@ -197,6 +197,16 @@ def float8_formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     return torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device has matrix units for numbers of 8 bits, by its name."""
+    if not is_gpu(device):
+        return False
+    facts = torch.cuda.get_device_properties(device)
+    if is_rocm():
+        return str(facts.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
+    return (facts.major, facts.minor) >= (8, 9)
+
+
 def compiles_kernels(device: torch.device) -> bool:
     """Whether torch can write kernels for a GPU, which needs Triton."""
     return is_gpu(device) and HAS_TRITON

@@ -593,3 +593,13 @@ def _fits(within: str, patterns: Sequence[str]) -> bool:
 def _within(name: str) -> str:
     """A path within its block: of blocks.3.mlp.up mlp.up."""
     return name.split(".", 2)[2]
+
+
+FLOAT8_SIDE = 16
+"""What GPUs want each side of a matmul of 8-bit numbers to be a multiple of."""
+
+
+def without_float8(hidden_size: int, name: str = "") -> str:
+    """What to set for a model with a matrix that cannot be multiplied in 8 bits."""
+    only_off = name == "head" or hidden_size % FLOAT8_SIDE
+    return 'Set float8="off".' if only_off else 'Set float8="head" or "off".'

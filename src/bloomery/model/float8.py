@@ -8,7 +8,7 @@ of results five (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). Su
 finite makes the whole result not finite, so that the guard of a run sees it.
 
 GPUs want a left side with rows that are contiguous, a right side with columns that are, and sides that are multiples of
-SIDE. So the backward pass transposes some sides, and rows of zeros are added to tokens.
+FLOAT8_SIDE. So the backward pass transposes some sides, and rows of zeros are added to tokens.
 
 Letters used for shapes: N tokens, D inputs, M outputs, V vocabulary, P the vocabulary with its padding.
 """
@@ -21,6 +21,7 @@ from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device
 from bloomery.hw.device import float8_formats as formats_on
+from bloomery.model.config import FLOAT8_SIDE, without_float8
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +30,28 @@ from torch import Tensor, nn
 Float8 = Literal["off", "head", "all"]
 Formats = tuple[torch.dtype, torch.dtype]
 """Of weights and inputs, and of gradients of results."""
-SIDE = 16
-"""What a GPU wants each side of a matmul to be a multiple of."""
 LARGEST_ERROR = 0.06
 """Relative, of a matmul whose two sides are rounded to three bits after the first. Random numbers give 0.04."""
+ROWS_AT_ONCE = 4096
+"""Of the head, while it is rounded."""
 TINY = 1e-30
 """The scale of a tensor of zeros is not zero."""
 
 
 def scaled(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Float[Tensor, ""]]:
-    """x in a float8 format, and the number to multiply it with. `largest` replaces the maximum of |x|."""
-    limit = torch.finfo(dtype).max
-    scale = (x.abs().amax().float() if largest is None else largest).clamp(min=TINY) / limit
-    return (x.float() / scale).clamp(-limit, limit).to(dtype), scale
+    """
+    x in a float8 format with contiguous rows, and the number to multiply it with. `largest` replaces the maximum of
+    |x|, of which no number may be more than some percent above it: those would not be finite.
+    """
+    scale = scale_of(x, dtype) if largest is None else largest.clamp(min=TINY) / torch.finfo(dtype).max
+    # The inverse is no 0-dimensional tensor, so that the product is in float32 without a copy of x in it.
+    return (x * scale.reciprocal()[None]).to(dtype).contiguous(), scale
+
+
+def scale_of(x: Tensor, dtype: torch.dtype) -> Float[Tensor, ""]:
+    """What a float8 format has to be multiplied with, so that its largest number is the maximum of |x|."""
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    return largest.clamp(min=TINY) / torch.finfo(dtype).max
 
 
 def multiplied(
@@ -62,8 +72,8 @@ def turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def padded(x: Float[Tensor, "N D"]) -> Float[Tensor, "_ D"]:
-    """With rows of zeros, up to a multiple of SIDE."""
-    return F.pad(x, (0, 0, 0, -len(x) % SIDE)) if len(x) % SIDE else x
+    """With rows of zeros, up to a multiple of FLOAT8_SIDE."""
+    return F.pad(x, (0, 0, 0, -len(x) % FLOAT8_SIDE)) if len(x) % FLOAT8_SIDE else x
 
 
 class _RoundedLinear(torch.autograd.Function):
@@ -101,12 +111,24 @@ def linear(
 
 
 class HeadInFloat8:
-    """The head's matrix in 8 bits, for a loss that computes gradients with the logits."""
+    """
+    The head's matrix in 8 bits, for a loss that computes gradients with the logits. Rows of zeros are added up to a
+    multiple of `multiple`. The matrix is rounded some rows at a time, so that it never exists twice in a longer format.
+    """
 
-    def __init__(self, table: Float[Tensor, "P D"], formats: Formats) -> None:
+    def __init__(self, weight: Float[Tensor, "V D"], formats: Formats, multiple: int) -> None:
         self.short, self.wide = formats
-        self.rows = scaled(table, self.short)
-        self.columns = turned(self.rows)
+        self.num_rows = len(weight) + -len(weight) % multiple
+        codes, scale = (
+            weight.new_empty((self.num_rows, weight.shape[1]), dtype=self.short),
+            scale_of(weight, self.short),
+        )
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            some = weight[start : start + ROWS_AT_ONCE]
+            codes[start : start + len(some)] = (some * scale.reciprocal()[None]).to(self.short)
+        codes[len(weight) :].view(torch.uint8).zero_()
+        self.rows = codes, scale
+        self._columns: tuple[Tensor, Tensor] | None = None
         self._hidden: tuple[Tensor, Tensor] | None = None
 
     def logits(self, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N P"]:
@@ -121,7 +143,8 @@ class HeadInFloat8:
         the gradient of the logits in 8 bits, with its scale.
         """
         assert self._hidden is not None
-        grad_hidden = multiplied(grad, self.columns, dtype, fast=False)
+        self._columns = self._columns or turned(self.rows)
+        grad_hidden = multiplied(grad, self._columns, dtype, fast=False)
         if not learns:
             return grad_hidden, None
         return grad_hidden, multiplied(turned(grad), turned(self._hidden), dtype, fast=False)
@@ -129,10 +152,10 @@ class HeadInFloat8:
 
 def multiply_in_float8(model: nn.Module, kind: Float8, device: torch.device) -> None:
     """
-    Compute the matmuls of a Transformer's head, or of its head and blocks, in 8 bits from now on, in training mode and
-    in the formats of a device.
+    From now on, multiply the head of a Transformer, or its head and its blocks, in the 8-bit formats of a device. This
+    holds for training mode alone.
 
-    Raises ConfigError for a matrix whose sides are not multiples of SIDE.
+    Raises ConfigError for a matrix whose sides are not multiples of FLOAT8_SIDE.
     """
     if kind == "off":
         return
@@ -140,11 +163,9 @@ def multiply_in_float8(model: nn.Module, kind: Float8, device: torch.device) -> 
     names = [name for name in linears if name == "head" or (kind == "all" and name.startswith("blocks."))]
     for name in names:
         rows, columns = linears[name].weight.shape
-        if columns % SIDE or (rows % SIDE and name != "head"):
-            what = f"float8={kind!r} needs matrices with sides that are multiples of {SIDE}"
-            raise ConfigError(
-                f"{what}, but {name} has {rows:,} x {columns:,}", hint='Set float8="off", or another shape.'
-            )
+        if columns % FLOAT8_SIDE or (rows % FLOAT8_SIDE and name != "head"):
+            what = f'float8="{kind}" needs matrices with sides that are multiples of {FLOAT8_SIDE}'
+            raise ConfigError(f"{what}, but {name} has {rows:,} x {columns:,}", hint=without_float8(columns, name))
     formats = formats_on(device)
     for name in names:
         if name == "head":

@@ -58,7 +58,7 @@ from bloomery.shards.loader import IGNORE, AnnealedDataset, Batch, PackedDataset
 from bloomery.train import collectives
 from bloomery.train.config import Level, Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
-from bloomery.train.precision import Precision
+from bloomery.train.precision import Precision, set_short_formats
 from bloomery.train.step import accumulate_gradients, retry_on_overflow
 
 import torch
@@ -153,6 +153,7 @@ def _tried_layers(
     model = Transformer(shape.model_copy(update={"num_layers": layers}), FEW_IDS)
     model.initialize(0)
     model.to(precision.device.torch_device)
+    set_short_formats(model, config.residual_dtype, config.float8, precision.device.torch_device)
     assert config.activation_checkpointing != "auto", "decided before"
     checkpoint_activations(model, config.activation_checkpointing)
     batches = [

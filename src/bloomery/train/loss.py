@@ -15,8 +15,11 @@ from typing import Any
 from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import HardwareError
+from bloomery.hw.device import Device, float8_formats
 from bloomery.hw.distributed import World
-from bloomery.model.float8 import SIDE, Formats, HeadInFloat8, padded, scaled
+from bloomery.model.config import FLOAT8_SIDE
+from bloomery.model.float8 import Formats, HeadInFloat8, padded, scaled
 from bloomery.model.kernels import cpu, triton
 
 import torch
@@ -30,6 +33,8 @@ CHUNK_BYTES_THERE: ContextVar[int | None] = ContextVar("chunk_bytes_there", defa
 ALIGNED_ROWS, TILE_TOKENS = 64, 256
 """Of the head's matrix on GPUs, and of chunks there: multiples of what a kernel computes at once."""
 
+LARGEST_ERROR_OF_FLOAT8 = 0.2
+"""Relative, of a loss and its gradients. Random numbers give 0.06."""
 PIECE, FEWEST_ROWS = 512, 16
 """Of a vocabulary, that is summed up by itself; and of a matrix that is multiplied as a matrix, with room to spare."""
 
@@ -91,16 +96,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         tiles, here = float8 is None and cpu.matmul_ready(hidden, weight), on_processor(hidden)
         learns, vocab_size = context.needs_input_grad[1], len(weight)
-        pads = float8 is not None or not here
-        table = weight if tiles else padded_table(weight, hidden.dtype) if pads else weight.to(hidden.dtype)
-        head = None if float8 is None else HeadInFloat8(table, float8)
+        head = None if float8 is None else HeadInFloat8(weight, float8, ALIGNED_ROWS)
+        as_it_is = tiles or head is not None
+        table = weight if as_it_is else weight.to(hidden.dtype) if here else padded_table(weight, hidden.dtype)
         grad_hidden = hidden.new_empty(hidden.shape) if with_grads else None
         grad_weight: Tensor | None = None
         size = chunk_tokens(most_rows, processor=here)  # the same on all ranks, which sum each chunk
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
             logits = _logits(hidden[piece], table, tiles) if head is None else head.logits(hidden[piece])
-            if len(table) > vocab_size:
+            if logits.shape[1] > vocab_size:
                 logits[:, vocab_size:] = -torch.inf
             if company.size > 1:
                 sums, grad = _chunk_of_parts(logits, targets[piece], z_loss, share, with_grads, company)
@@ -210,14 +215,14 @@ def _chunk_in_float8(
     """
     if z_loss or not with_grads or not triton.ready("cross-entropy", logits):
         sums, grad = chunk(logits, targets, z_loss, share, with_grads)
-        largest = None if z_loss else sums.new_tensor(share)
+        largest = None if z_loss else sums.new_full((), share)  # a tensor of a number would wait for the GPU
         return sums, None if grad is None else scaled(padded(grad), dtype, largest)
     limit = torch.finfo(dtype).max
-    grads = logits.new_empty((len(logits) + -len(logits) % SIDE, logits.shape[1]), dtype=dtype)
+    grads = logits.new_empty((len(logits) + -len(logits) % FLOAT8_SIDE, logits.shape[1]), dtype=dtype)
     grads[len(logits) :].view(torch.uint8).zero_()
     z, reached = triton.cross_entropy_(logits, targets, share=limit, grads=grads)
     loss = (z - reached).sum()
-    return torch.stack((loss, torch.zeros_like(loss))), (grads, loss.new_tensor(share / limit))
+    return torch.stack((loss, torch.zeros_like(loss))), (grads, loss.new_full((), share / limit))
 
 
 def _chunk_of_parts(
@@ -270,3 +275,19 @@ def token_losses(
         hidden, weight, targets, z_loss, share, torch.is_grad_enabled(), company, most_rows, float8
     )
     return losses
+
+
+def check_float8(device: Device) -> None:
+    """Raises HardwareError where a GPU computes another loss or other gradients with a head in float8."""
+    generator = torch.Generator().manual_seed(0)
+    h, w = torch.randn(100, 64, generator=generator), torch.randn(203, 64, generator=generator) / 8
+    targets, results = torch.arange(100, device=device.torch_device), list[list[Tensor]]()
+    for formats in (None, float8_formats(device.torch_device)):
+        hidden = h.to(device.torch_device, torch.bfloat16).requires_grad_()
+        weight = w.clone().to(device.torch_device).requires_grad_()
+        loss, _ = token_losses(hidden, weight, targets, share=0.01, float8=formats)
+        results.append([one.detach().float().cpu() for one in (loss, *torch.autograd.grad(loss, (hidden, weight)))])
+    errors = [float((found - right).norm() / right.norm()) for right, found in zip(*results, strict=True)]
+    if not max(errors) <= LARGEST_ERROR_OF_FLOAT8:
+        what = f"{device.name} computes a wrong loss with numbers of 8 bits (error {max(errors):.2g})"
+        raise HardwareError(what, hint='Set float8="off".')

@@ -22,6 +22,7 @@ from bloomery.hw.distributed import World
 from bloomery.model.float8 import Float8, check_device, multiply_in_float8
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
+from bloomery.train.loss import check_float8
 
 import torch
 from torch import Tensor
@@ -223,14 +224,15 @@ def compute_in_short_formats(model: Transformer, config: Training, precision: Pr
     settings = {"residual_dtype": (config.residual_dtype, "float32"), "float8": (config.float8, "off")}
     changed = [name for name, (value, default) in settings.items() if value != default]
     if changed and precision.dtype != torch.bfloat16:
-        what = f"{changed[0]}={settings[changed[0]][0]!r} needs matmuls in bfloat16"
+        what = f'{changed[0]}="{settings[changed[0]][0]}" needs matmuls in bfloat16'
         hint = f'Set precision="bfloat16", or {changed[0]}="{settings[changed[0]][1]}".'
         raise HardwareError(f"{what}, but {precision.device.name} computes in {short(precision.dtype)}", hint=hint)
     if config.float8 != "off":
         check_device(precision.device)
+        check_float8(precision.device)
     set_short_formats(model, config.residual_dtype, config.float8, precision.device.torch_device)
     if config.float8 != "off":
-        info(f"  float8: {'the head' if config.float8 == 'head' else 'head and blocks'} multiply numbers of 8 bits")
+        info(f"  matmuls in float8: {'the head' if config.float8 == 'head' else 'the head and all layers'}")
 
 
 def set_short_formats(model: Transformer, residual_dtype: str, float8: Float8, device: torch.device) -> None:

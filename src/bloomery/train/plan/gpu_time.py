@@ -180,24 +180,31 @@ def step_time(
     )
 
 
-def _conversions(what: Workload, way: TrainSetup, tokens: int, kernel: bool) -> tuple[float, float]:
+def _conversions(what: Workload, way: TrainSetup, tokens: int, compiled: bool) -> tuple[float, float]:
     """
     Bytes that kernels move to round sides of matmuls to 8 bits, and those that the matmuls then read less.
 
         input      read for its maximum, and read and rounded; read and written once more, transposed
         gradient   the same; that of logits has a known maximum, and the kernel of the loss rounds it if there is one
         weight     for both passes read for its maximum, and read and rounded; transposed once
+
+    Blocks that are not compiled, and the head, also write the product with the scale in float32 and read it. The kernel
+    of the loss takes no z-loss, which is not counted.
     """
     if way.float8 == "off":
         return 0.0, 0.0
-    b, D, V = way.bytes_per_number, what.model.hidden_size, what.vocab_size
-    each = 2 * b + 1 + 2
-    of_logits = 2 - (b - 1) if kernel else each - b
-    converted = float(tokens * (each * D + of_logits * V) + (2 * b + 3) * V * D)
+    b, w, D, V = way.bytes_per_number, way.weight_bytes, what.model.hidden_size, what.vocab_size
+
+    def rounded(number: int, fused: bool) -> int:
+        """Bytes for a number of so many bytes, its maximum included."""
+        return 2 * number + 1 if fused else 2 * number + 4 + 5
+
+    of_logits = 2 - (b - 1) if compiled else b + 4 + 5 + 2
+    converted = float(tokens * ((rounded(b, False) + 2) * D + of_logits * V) + (rounded(w, False) + 2) * V * D)
     saved = float((b - 1) * (2 * tokens * (D + V) + 2 * V * D))
     if way.float8 == "all":
         for k, n in matrix_sides(what.model):
-            converted += tokens * each * (k + n) + (2 * (2 * way.weight_bytes + 1) + 2) * k * n
+            converted += tokens * (rounded(b, compiled) + 2) * (k + n) + (2 * rounded(w, compiled) + 2) * k * n
             saved += (b - 1) * (2 * tokens * (k + n) + 2 * k * n)
     return converted, saved
 

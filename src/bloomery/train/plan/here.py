@@ -102,6 +102,7 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
         processor=processor,
         host_bytes=_host_bytes(device) if together == devices_wanted else None,  # else on several hosts
         offloads=device.is_gpu and not device.shared,
+        float8=devices.multiplies_float8(device.torch_device),
     )
 
 

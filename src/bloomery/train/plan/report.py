@@ -11,7 +11,7 @@ from typing import Any
 from bloomery.core.errors import ConfigError, wrapped
 from bloomery.core.log import about, counted
 from bloomery.hw.specs import GIB
-from bloomery.model.config import Lora, ModelConfig
+from bloomery.model.config import FLOAT8_SIDE, Lora, ModelConfig, without_float8
 from bloomery.train.config import LEVELS, Level, Training, remarks
 from bloomery.train.plan import memory
 from bloomery.train.plan.gpu_time import BUS, HOST_DEVICES, HOST_MEMORY, bus_bytes, host_update
@@ -25,6 +25,7 @@ from bloomery.train.plan.memory import (
     check_shard,
     host_needs,
     in_host,
+    matrix_sides,
     may_offload,
     needs,
     rows_at_once,
@@ -362,6 +363,8 @@ def describe(candidate: Candidate, *, rows: bool = True, precision: bool = True)
     parts += ["offload"] if way.offload else ["sharded"] if way.sharded else []
     if rows:
         tokens = way.rows * candidate.what.model.context_length
+        parts += ["residual stream in bfloat16"] if way.residual_dtype == "bfloat16" else []
+        parts += [f'float8="{way.float8}"'] if way.float8 != "off" else []
         parts.append(f"{counted(way.rows, 'sequence')} ({tokens:,} tokens) per micro-batch")
     return ", ".join(parts)
 
@@ -393,8 +396,8 @@ def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context_length * bytes_per_number
 
 
-def check_formats(config: Training, target: Machine, stage: str) -> None:
-    """Raises ConfigError for short formats that a target does not compute in, or not as fast as the plan would say."""
+def check_formats(config: Training, model: ModelConfig, target: Machine, stage: str) -> None:
+    """Raises ConfigError for short formats that a target does not compute in, or a model has no shapes for."""
     precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
     for name, default in (("residual_dtype", "float32"), ("float8", "off")):
         value = getattr(config, name)
@@ -405,6 +408,15 @@ def check_formats(config: Training, target: Machine, stage: str) -> None:
     if config.float8 != "off" and (target.processor or target.float8 is False):
         what = f'float8="{config.float8}" needs a GPU that multiplies numbers of 8 bits, not {target.name}'
         raise ConfigError(what, where=f"{stage}.float8", hint=f'Set {stage}.float8="off".')
+    sides = list(matrix_sides(model)) if config.float8 == "all" else [(model.hidden_size, FLOAT8_SIDE)]
+    odd = next((sizes for sizes in sides if sizes[0] % FLOAT8_SIDE or sizes[1] % FLOAT8_SIDE), None)
+    if config.float8 != "off" and odd is not None:
+        what = f'float8="{config.float8}" needs matrices with sides that are multiples of {FLOAT8_SIDE}'
+        raise ConfigError(
+            f"{what}, but one has {odd[1]:,} x {odd[0]:,}",
+            where=f"{stage}.float8",
+            hint=without_float8(model.hidden_size),
+        )
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
@@ -416,7 +428,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     level: Level = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     mesh = check_shard(config, target.devices, adapters=lora is not None)
     check_offload(config.offload, target, type(config).__name__.lower())
-    check_formats(config, target, type(config).__name__.lower())
+    check_formats(config, model, target, type(config).__name__.lower())
     shards = 1 if mesh is None else mesh.dp_shard * mesh.tp
     accepted = may_offload(config, target.devices, adapters=lora is not None)
     refused = (set() if config.may_shard else {"parallelism"}) | (set() if accepted else {"offload"})

@@ -117,9 +117,11 @@ class Prefer(Training, Adapters):
         return self.answer_tokens(context) * (1 if isinstance(self.loss, Grpo) else 2)
 
     @model_validator(mode="after")
-    def _has_no_float8(self) -> "Prefer":
-        if self.float8 != "off":
-            raise ValueError(f'float8="{self.float8}" is for pretraining and finetuning: remove it')
+    def _compares_models_in_one_format(self) -> "Prefer":
+        """What the model would have answered before, and its reference, are computed without these settings."""
+        for name, default in (("float8", "off"), ("residual_dtype", "float32")):
+            if getattr(self, name) != default:
+                raise ValueError(f'{name}="{getattr(self, name)}" is for pretraining and finetuning: remove it')
         return self
 
     @property
