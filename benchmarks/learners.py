@@ -56,7 +56,6 @@ def ours(
     rows: int = ROWS,
     seed: int = 0,
     precision: PrecisionChoice = "auto",
-    residual_dtype: str = "float32",
     float8: Float8 = "off",
 ) -> Learner:
     """
@@ -67,7 +66,7 @@ def ours(
     device, known = devices.find("cpu"), Tokenizer.load(tokenizer or folder)
     model = Transformer(shape, known.vocab_size)
     model.initialize(seed)
-    set_short_formats(model, residual_dtype, float8, device.torch_device)
+    set_short_formats(model, "float32", float8, device.torch_device)
     source = batches(PackedDataset(folder, "train", shape.context_length, known.hash), first=0, size=rows, seed=seed)
     how, state = Precision.decide(precision, device), State()
     optimizers = Optimizers(model, optimizer, how.muon_dtype)

@@ -178,9 +178,12 @@ def test_a_plan_for_this_machine_knows_whether_its_gpu_has_float8(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], rocm: bool, there: bool
 ) -> None:
     monkeypatch.setattr(devices, "is_rocm", lambda: rocm)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(**facts))
     gpu = replace(made.processor(torch.bfloat16), torch_device=torch.device("cuda", 0), memory_bytes=2**34)
     assert room(gpu, 1).float8 is there
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert room(gpu, 1).float8 is None
     assert room(made.processor(), 1).float8 is False
 
 

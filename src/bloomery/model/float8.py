@@ -44,7 +44,7 @@ def scaled(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tupl
     |x|, of which no number may be more than some percent above it: those would not be finite.
     """
     scale = scale_of(x, dtype) if largest is None else largest.clamp(min=TINY) / torch.finfo(dtype).max
-    # The inverse is no 0-dimensional tensor, so that the product is in float32 without a copy of x in it.
+    # The inverse is no 0-dimensional tensor, so that the result is in float32 without a copy of x in it.
     return (x * scale.reciprocal()[None]).to(dtype).contiguous(), scale
 
 
