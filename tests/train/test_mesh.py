@@ -235,7 +235,7 @@ def planned(method: str, other: str, layers: int, rows: int, mesh: Mesh, **setti
         mesh=mesh,
         lora=METHODS[method],
         activation_checkpointing=LEVELS.get(other, "none"),
-        **{"matmul_bytes": 4, **sizes, **settings},
+        **{"matmul_bytes": 4, "muon_bytes": 4, **sizes, **settings},
     )
     by_collective = dict.fromkeys(COLLECTIVES, 0.0)
     for traffic in sharded(ask, of_memory(2**34, mesh.devices)).traffic:

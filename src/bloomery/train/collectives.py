@@ -254,10 +254,10 @@ def copies(tensor: Tensor) -> int:
 @dataclass(frozen=True)
 class MeshAxes:
     """
-    The ranks that hold copies of a matrix (R, C), each in parts (r, c), and how they deal out work on many matrices.
+    The ranks that hold copies of a matrix (R, C), each in parts (r, c), and how they divide work on many matrices.
 
-    A rank has the number copy · parts + part. Ranks exchange tensors along one axis of a mesh after the other. So
-    copies come first, whatever the mesh, and the matrices of the ranks of a copy are neighbors.
+    A rank has the number copy · parts + part, whatever the order of the axes of its mesh. Ranks exchange tensors along
+    one axis after the other.
     """
 
     copy_axes: tuple[World, ...]
@@ -277,11 +277,6 @@ class MeshAxes:
         ]
         cuts = tuple((ranks, placed.dim) for ranks, placed in axes if isinstance(placed, Shard | _StridedShard))
         return cls(tuple(ranks for ranks, placed in axes if placed.is_replicate()), cuts)
-
-    def for_number(self, number: int) -> "MeshAxes":
-        """Those that share work on so many matrices: one copy alone, if the others would not shorten the work."""
-        shortens = -(-number // self.ranks) < -(-number // self.parts)
-        return self if shortens else replace(self, copy_axes=())
 
     @property
     def parts(self) -> int:
@@ -324,7 +319,7 @@ class MeshAxes:
     def gather_share(self, parts: Tensor, shape: Sequence[int]) -> Tensor:
         """
         From (parts · n, r, c), this rank's part of n matrices of each rank of its copy, to (n, R, C): all of the n
-        matrices of this rank. All ranks call it. Along each axis, a rank receives fewer numbers than R · C · n.
+        matrices of this rank. All ranks call it. Along each axis, a rank receives about R · C · n numbers, and padding.
         """
         for ranks, dim, size in reversed(self._cuts(shape)):
             received = ranks.all_to_all(parts.reshape(ranks.size, -1, *parts.shape[1:]))

@@ -153,16 +153,15 @@ class BatchedMuon(torch.optim.Muon):
         p ← p − lr·λ·p − lr·s·o      s = √max(1, rows / columns), or 0.2·√max(rows, columns)
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the second s is that of Liu et al. 2025,
-    https://arxiv.org/abs/2502.16982. Products are made in `dtype`: where a device has no units for bfloat16, float32
-    is faster there. On a CPU, of weights that are spread over ranks, each rank puts the matrices together and keeps its
-    part. On GPUs, batches are larger, and their matrices are dealt out. On any mesh, one rank orthogonalizes a matrix:
+    https://arxiv.org/abs/2502.16982. Matmuls are in `dtype`: where a device has no units for bfloat16, float32 is
+    faster there. On a CPU, of weights that are spread over ranks, each rank puts the matrices together and keeps its
+    part. On GPUs, batches are larger, and ranks divide their matrices. On any mesh, one rank orthogonalizes a matrix:
     it gets the parts of one copy, and each rank gets its part of the result. Parts on the host are treated as on a CPU.
 
-    Copies of a model share the work too, even if they are on several hosts. The exception is a batch so small that each
-    copy finishes it as fast alone. Where they share, a rank receives its part of the other copies' results. In bfloat16
-    this is a quarter of the bytes that it receives for one sum of its gradients, and more if a shape has fewer matrices
-    than there are ranks. To repeat the work would take longer from square matrices of 550 columns on, and 8 times as
-    long at 4,096. It takes 30 · columns FLOPs per number, at 400 TFLOP/s, where 2 bytes travel at 50 GB/s.
+    Copies of a model share the work too, even if they are on several hosts. A rank then receives its part of the other
+    copies' results: in bfloat16, a quarter of the bytes that it receives for one sum of its gradients. To repeat the
+    work would take longer from square matrices of 550 columns on, and 8 times as long at 4,096. It takes 30 · columns
+    FLOPs per number, at 400 TFLOP/s, where 2 bytes travel at 50 GB/s.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class BatchedMuon(torch.optim.Muon):
                         axes = MeshAxes.of(alike[0], self._world)
                         share = WIDE_BATCH_NUMBERS * COPIES_AT_ONCE // max(COPIES_AT_ONCE, axes.copies)
                         for batch in _batches(alike, share, axes.ranks):
-                            self._change_together(batch, group, axes.for_number(len(batch)))
+                            self._change_together(batch, group, axes)
                     else:
                         for batch in _batches(alike, BATCH_NUMBERS):
                             self._change(batch, group)
@@ -193,15 +192,19 @@ class BatchedMuon(torch.optim.Muon):
         on, in the order of `axes`. What ranks send each other is in the format of matmuls.
         """
         rows, columns = weights[0].shape
-        own, grads = [local(weight) for weight in weights], [local(_gradient(one)).float() for one in weights]
+        own, grads = [local(weight) for weight in weights], [local(_gradient(one)) for one in weights]
         for weight in weights:
             if "momentum_buffer" not in self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
         means = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
-        torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        if grads[0].dtype == torch.float32:
+            torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        else:  # one after another: in float32, gradients in bfloat16 take twice their memory
+            for mean, gradient in zip(means, grads, strict=True):
+                mean.lerp_(gradient.float(), 1 - group["momentum"])
         share = -(-len(weights) // axes.ranks)
         slots = slice(axes.copy * share * axes.parts, (axes.copy + 1) * share * axes.parts)
-        grads, means = grads[slots], means[slots]  # other copies see to theirs
+        grads, means = [one.float() for one in grads[slots]], means[slots]  # other copies orthogonalize theirs
         ahead = list(torch._foreach_lerp(grads, means, group["momentum"])) if group["nesterov"] and means else means
         del grads
         shape = (share * axes.parts, *axes.part_shape((rows, columns)))

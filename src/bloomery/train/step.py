@@ -78,10 +78,14 @@ class LossFunction(Protocol):
     def totals(self, batch: Batch) -> BatchTotals: ...
 
     def micro_batches(self, share: Batch, size: int, precision: Precision) -> list[Batch]:
-        """The rows of a rank in micro-batches, each with no more positions than `size` of the longest rows."""
+        """The rows of a rank in micro-batches, each with no more positions than `size` rows of the greatest length."""
         ...
 
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums: ...
+
+    def fullest(self, batch: Batch, precision: Precision) -> Batch:
+        """The batch as a trial of memory needs it: with as many tokens as its rows may ever have."""
+        ...
 
 
 class BatchLoss(NamedTuple):
@@ -261,6 +265,9 @@ class CausalLMLoss:
 
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
         return LossSums(*micro_batch_losses(model, micro_batch, precision, self.z_loss, scale))
+
+    def fullest(self, batch: Batch, precision: Precision) -> Batch:
+        return batch
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

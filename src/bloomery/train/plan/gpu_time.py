@@ -25,6 +25,7 @@ from bloomery.model.config import GATED, ModelConfig
 from bloomery.train.plan.memory import (
     BYTES,
     FROZEN_BYTES,
+    MUON_BYTES,
     OPTIMIZER_BYTES,
     Machine,
     NumberType,
@@ -285,7 +286,7 @@ def bus_bytes(what: Workload, way: TrainSetup, rows_per_step: int) -> float:
     micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
     moved = micro_batches * (2 * blocks + tables + BYTES * trained) / way.num_shards
     if way.method == "full" and what.optimizer.kind == "muon":
-        moved += 2 * way.bytes_per_number * sum(k * n for k, n in matrix_sides(what.model))
+        moved += 2 * MUON_BYTES[way.precision] * sum(k * n for k, n in matrix_sides(what.model))
     return moved
 
 
@@ -320,9 +321,5 @@ def _direction_bytes(what: Workload, way: TrainSetup) -> float:
     shards, copies = way.num_shards, way.devices // way.num_shards
     if way.offload:
         return 4.0 * sum(k * n for k, n in matrix_sides(what.model)) * (shards - 1) / shards
-    received = 0.0
-    for (k, n), number in Counter(matrix_sides(what.model)).items():
-        share = -(-number // way.devices)
-        others = copies - 1 if share < -(-number // shards) else 0  # a copy that is as fast alone gets none
-        received += share * k * n * (2 * (shards - 1) / shards + others)
-    return way.bytes_per_number * received
+    share = sum(number * k * n for number, k, n in _matrix_share(what.model, way.devices))
+    return MUON_BYTES[way.precision] * share * (2 * (shards - 1) / shards + copies - 1)

@@ -267,7 +267,7 @@ class DryRun:
     def _step(self, rows: int, micro_batches: int) -> tuple[int, float, float]:
         """Rows at once, seconds of a micro-batch, seconds of the update."""
         numbers = np.arange(rows * micro_batches * self.world.size) % self.samples.num_samples
-        batch = self.samples.batch(numbers)
+        batch = self.loss_function.fullest(self.samples.batch(numbers), self.precision)
 
         def compute(rows: int) -> tuple[BatchLoss, torch.Tensor]:
             model, world = self.model, self.world

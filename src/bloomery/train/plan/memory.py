@@ -568,10 +568,8 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
     compiled = way.compiled and way.method == "full" and not (way.sharded or what.processor)
     level = way.activation_checkpointing
-    stream = way.residual_bytes
-    kept, again = activation_parts(
-        what.model, level, b, written_out=what.processor, compiled=compiled, residual_bytes=stream
-    )
+    r, on_cpu = way.residual_bytes, what.processor
+    kept, again = activation_parts(what.model, level, b, written_out=on_cpu, compiled=compiled, residual_bytes=r)
     logits = logits_bytes(what, way)
     if not what.processor:  # a layer is computed again when the logits are gone: the larger of the two counts
         again = max(0, again - logits // tokens)
@@ -581,7 +579,8 @@ def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     update = 5 * BYTES * min(UPDATE_NUMBERS, trained) // num_shards
     if what.optimizer.kind == "muon" and way.method == "full" and not what.processor:
         total = sum(k * n for k, n in matrix_sides(what.model))
-        update = shared_update_bytes(largest_matrix(what.model), total, way.devices, way.devices // num_shards)
+        copies, number = way.devices // num_shards, MUON_BYTES[way.precision]
+        update = shared_update_bytes(largest_matrix(what.model), total, way.devices, copies, number)
     estimate = MemoryEstimate(
         weights=(base_bytes(what, way) + BYTES * adapters) // num_shards + what.reference_bytes(way),
         gradients=way.weight_bytes * trained // num_shards,
@@ -625,13 +624,14 @@ def offloaded_bytes(what: Workload, way: TrainSetup) -> int:
     return -(-way.devices // way.num_shards) * once
 
 
-def shared_update_bytes(largest: int, total: int, devices: int, copies: int) -> int:
-    """
-    Of an update by Muon on a device: its share of a batch of matrices, and its part of the results of all copies of
-    the model. `largest` and `total` are the numbers of the largest matrix and of all matrices.
-    """
+MUON_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
+"""Of a number in Muon's matmuls, and in what ranks exchange for them: as `Precision.muon_dtype`."""
+
+
+def shared_update_bytes(largest: int, total: int, devices: int, copies: int, number_bytes: int) -> int:
+    """Of an update by Muon: a device's share of a batch, and its part of all results. Sizes are in numbers."""
     share = max(largest, min(WIDE_UPDATE_NUMBERS * COPIES_AT_ONCE // max(COPIES_AT_ONCE, copies), total // devices))
-    return share * max(5 * BYTES, 2 * (copies + 3))
+    return share * max(5 * BYTES, number_bytes * (copies + 3))
 
 
 PROCESS_BYTES = 330 * 2**20

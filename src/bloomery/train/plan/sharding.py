@@ -140,6 +140,7 @@ class ShardingRequest:
     rows: int = 0
     """At once on each device. 0: as many as fit."""
     matmul_bytes: int = MATMUL_BYTES
+    muon_bytes: int = MATMUL_BYTES
     """Of a number that devices send each other: 4 where matmuls are in float32."""
     offload: Literal["none", "auto", "host"] = "none"
     """Whether parts, gradients and optimizer stay on the host; `auto`: where nothing else fits."""
@@ -240,7 +241,7 @@ class ShardingPlan:
         moved = self.micro_batches * (weights + gradients)
         if self.ask.optimizer.kind == "muon" and self.ask.lora is None:  # whole matrices come, and directions go
             sides = (tensor for tensor in self.tensors if tensor.optimizer_bytes == OPTIMIZER_BYTES["muon"][0])
-            moved += 2 * self.ask.matmul_bytes * sum(tensor.numbers for tensor in sides)
+            moved += 2 * self.ask.muon_bytes * sum(tensor.numbers for tensor in sides)
         return moved
 
     @property
@@ -414,6 +415,7 @@ def asked(config: Finetune, sequence_length: int) -> ShardingRequest:
         activation_checkpointing="full" if level == "auto" else level,
         offload=config.offload,
         matmul_bytes=BYTES if config.precision == "float32" else MATMUL_BYTES,
+        muon_bytes=MATMUL_BYTES if config.compute_dtype in ("auto", "bfloat16") else BYTES,
         num_processes=config.num_processes,
         can_offload=memory.may_offload(config, config.mesh.devices, adapters=config.lora is not None),
     )
@@ -559,7 +561,7 @@ def device_memory(ask: ShardingRequest, tensors: Sequence[ShardedTensor], rows: 
     update = 5 * BYTES * min(UPDATE_NUMBERS, local_trained)
     if ask.optimizer.kind == "muon" and lora is None:
         dealt = [one.numbers for one in trained if len(one.shape) == 2 and one.unit.startswith("blocks.")]
-        update = shared_update_bytes(max(dealt), sum(dealt), mesh.devices, mesh.dp_replicate)
+        update = shared_update_bytes(max(dealt), sum(dealt), mesh.devices, mesh.dp_replicate, ask.muon_bytes)
     estimate = MemoryEstimate(
         weights=sum(tensor.local_bytes for tensor in tensors),
         gradients=sum(tensor.local_bytes for tensor in trained),
@@ -747,14 +749,13 @@ def _matrix_traffic(ask: ShardingRequest, tensors: Sequence[ShardedTensor]) -> I
             yield "all-gather", "dp_shard", number * BYTES * local * cuts["dp_shard"], cuts["dp_shard"]
             yield "all-gather", "tp", number * BYTES * local * cuts["dp_shard"] * cuts["tp"], cuts["tp"]
             continue
-        parts = cuts["dp_shard"] * cuts["tp"]
-        share = -(-number // mesh.devices)
-        moved = share * parts * local * ask.matmul_bytes
+        share = -(-number // mesh.devices) * cuts["dp_shard"] * cuts["tp"] * local * ask.muon_bytes
         for axis, count in cuts.items():
-            yield "all-to-all", axis, 2 * moved, count
-        if share < -(-number // parts):  # else each copy of a matrix is worked on
-            yield "all-gather", "tp", mesh.tp * moved, mesh.tp if tp is None else 1
-            yield "all-gather", "dp_replicate", mesh.devices // parts * moved, mesh.dp_replicate
+            yield "all-to-all", axis, 2 * share, count
+        if tp is None:
+            yield "all-gather", "tp", mesh.tp * share, mesh.tp
+        copies = mesh.devices // (cuts["dp_shard"] * cuts["tp"])
+        yield "all-gather", "dp_replicate", copies * share, mesh.dp_replicate
 
 
 def _rows_that_fit(ask: ShardingRequest, tensors: Sequence[ShardedTensor], target: Machine) -> int:

@@ -371,6 +371,9 @@ class PreferenceLoss:
         pairs = int((self.table.kinds[batch.samples] == CHOSEN).sum())
         return BatchTotals(pairs, pairs)
 
+    def fullest(self, batch: Batch, precision: Precision) -> Batch:
+        return batch
+
     def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
         sequences = by_sequence(model, micro_batch, self.table.most, precision)
         chosen, rejected = (self._answers(sequences, micro_batch, kind) for kind in (CHOSEN, REJECTED))
@@ -478,6 +481,14 @@ class GRPOLoss:
         metrics = torch.stack([(apart.detach() * counts).sum(), (held & counts).sum().float()]).cpu()
         total = self._weighed(each, counts).sum()
         return LossSums(scale * total, total.detach(), metrics)
+
+    def fullest(self, batch: Batch, precision: Precision) -> Batch:
+        """Each answer ends at the end of a row, so that micro-batches are full."""
+        if self.capacity is None or not has_own_code(precision):
+            return batch
+        targets, last = batch.targets.copy(), min(self.capacity, batch.ids.shape[1]) - 1
+        targets[:, last] = batch.ids[:, last]
+        return replace(batch, targets=targets)
 
     def _weighed(self, each: Float[Tensor, "B T"], counts: Tensor) -> Float[Tensor, " B"]:
         sums = (each * counts).sum(1)
