@@ -18,7 +18,7 @@ BUDGET = {
     "shards": 1_690,
     "model": 4_255,
     "weights": 6_575,
-    "train": 11_530,
+    "train": 11_540,
     "generate": 2_170,
     "evaluation": 4_690,
     "serve": 3_920,
