@@ -24,7 +24,7 @@ import learners
 
 from bloomery.core import config
 from bloomery.core.pipeline import machine, versions
-from bloomery.model.float8 import Float8
+from bloomery.model.layers import Float8
 from bloomery.recipe import Recipe
 from bloomery.train.config import AdamW
 

@@ -31,9 +31,9 @@ from bloomery.hw.device import Device, listed_peak, measured_peak
 from bloomery.model import lora as model_lora
 from bloomery.model.attention import AttentionMask, fused_attention
 from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
-from bloomery.model.float8 import Float8, check_device
 from bloomery.model.kernels import triton
 from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss, _torchs
+from bloomery.model.layers import Float8, check_device
 from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch

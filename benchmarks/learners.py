@@ -13,7 +13,7 @@ import numpy as np
 
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
-from bloomery.model.float8 import Float8
+from bloomery.model.layers import Float8
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset, batches
 from bloomery.tokenizer.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.device import float8_formats
-from bloomery.model import float8
+from bloomery.model import layers as float8
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train.precision import set_short_formats
@@ -31,7 +31,7 @@ VOCABULARY = 203
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as the numbers that a matmul reads, in float64."""
-    codes, scale = float8.scaled(x, dtype)
+    codes, scale = float8.to_float8(x, dtype)
     return codes.double() * scale.double()
 
 
@@ -71,7 +71,7 @@ def test_a_matmul_is_that_of_rounded_numbers_and_so_are_its_gradients(formats: f
     torch.manual_seed(0)
     x, w, g = torch.randn(tokens, 48), torch.randn(32, 48) / 7, 3e-4 * torch.randn(tokens, 32)
     one, other = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = float8.linear(one, other, None, formats, torch.float32)
+    y = float8.float8_linear(one, other, None, formats, torch.float32)
     torch.autograd.backward(y, g)
     x8, w8, g8 = rounded(x, formats[0]), rounded(w, formats[0]), rounded(g, formats[1])
     pairs = ((y, x8 @ w8.t()), (one.grad, g8 @ w8), (other.grad, g8.t() @ x8))
@@ -96,7 +96,7 @@ def test_a_gpu_gets_the_layouts_and_multiples_that_it_wants(tokens: int, monkeyp
     monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
     for formats in (OCP, FNUZ):
         with FakeTensorMode(), torch.no_grad():
-            x, w = float8.padded(torch.empty(tokens, 48, dtype=torch.bfloat16)), torch.empty(32, 48)
+            x, w = float8.padded_rows(torch.empty(tokens, 48, dtype=torch.bfloat16)), torch.empty(32, 48)
             for upstream in (torch.empty(len(x), 32), torch.empty(32, len(x)).t(), torch.empty(()).expand(len(x), 32)):
                 kept = Kept()
                 y = float8._RoundedLinear.forward(kept, x, w, formats, torch.bfloat16)
@@ -105,7 +105,7 @@ def test_a_gpu_gets_the_layouts_and_multiples_that_it_wants(tokens: int, monkeyp
             head = float8.HeadInFloat8(torch.empty(203, 48), formats, 64)
             logits = head.logits(torch.empty(tokens, 48, dtype=torch.bfloat16))
             assert logits.shape == (tokens, 256)
-            grad = float8.scaled(float8.padded(logits), formats[1])
+            grad = float8.to_float8(float8.padded_rows(logits), formats[1])
             rows, matrix = head.gradients(grad, torch.bfloat16, learns=True)
             assert (len(rows) >= tokens, matrix is not None and matrix.shape) == (True, (256, 48))
 
@@ -119,17 +119,17 @@ class Kept:
 
 def test_sides_may_lie_in_memory_in_any_order() -> None:
     x, w = torch.randn(32, 48), torch.randn(64, 48)
-    y = float8.linear(x, w, None, OCP, torch.float32)
-    other = float8.linear(x.t().contiguous().t(), w.t().contiguous().t(), None, OCP, torch.float32)
+    y = float8.float8_linear(x, w, None, OCP, torch.float32)
+    other = float8.float8_linear(x.t().contiguous().t(), w.t().contiguous().t(), None, OCP, torch.float32)
     torch.testing.assert_close(other, y)
-    assert float8.scaled(x.t(), OCP[0])[0].is_contiguous()
+    assert float8.to_float8(x.t(), OCP[0])[0].is_contiguous()
 
 
 @pytest.mark.parametrize("rows", [203, 5000])
 def test_the_head_is_rounded_as_any_matrix_and_padded_with_zeros(rows: int) -> None:
     weight = torch.randn(rows, 32)
     head = float8.HeadInFloat8(weight, OCP, 64)
-    codes, scale = float8.scaled(weight, OCP[0])
+    codes, scale = float8.to_float8(weight, OCP[0])
     assert torch.equal(head.rows[0][:rows].float(), codes.float())
     assert torch.equal(head.rows[1], scale)
     assert len(head.rows[0]) % 64 == 0
@@ -140,11 +140,11 @@ def test_the_head_is_rounded_as_any_matrix_and_padded_with_zeros(rows: int) -> N
 def test_a_number_that_is_not_finite_is_seen_in_the_result(bad: float) -> None:
     x, w = torch.randn(16, 32), torch.randn(16, 32).requires_grad_()
     x[3, 5] = bad
-    y = float8.linear(x, w, None, OCP, torch.bfloat16)
+    y = float8.float8_linear(x, w, None, OCP, torch.bfloat16)
     assert not y.isfinite().all()
     with torch.no_grad():
         w[0, 0] = bad
-    assert not float8.linear(torch.randn(16, 32), w, None, OCP, torch.bfloat16).isfinite().all()
+    assert not float8.float8_linear(torch.randn(16, 32), w, None, OCP, torch.bfloat16).isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "least"), [("head", 0.998), ("all", 0.98)])

@@ -206,7 +206,7 @@ def test_layers_that_are_tried_before_sharding_have_the_formats_of_the_run(
 
 def test_a_loss_that_a_gpu_computes_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loss.check_float8(made.processor(torch.bfloat16))
-    monkeypatch.setattr(loss, "scaled", lambda *inputs: (inputs[0].to(inputs[1]), torch.full((), 1.5)))
+    monkeypatch.setattr(loss, "to_float8", lambda *inputs: (inputs[0].to(inputs[1]), torch.full((), 1.5)))
     with pytest.raises(HardwareError, match=r"test computes a wrong loss with numbers of 8 bits \(error"):
         loss.check_float8(made.processor(torch.bfloat16))
 

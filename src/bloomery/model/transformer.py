@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from bloomery.hw.device import constant
 from bloomery.model.attention import AttentionMask, Cache, Mask, attention, computed_in
 from bloomery.model.config import AttentionKind, ModelConfig, Window
-from bloomery.model.float8 import Formats
-from bloomery.model.layers import NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
+from bloomery.model.layers import Formats, NormalizedHead, Rotation, alibi_slopes, build_mlp, norm, rotation
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +94,7 @@ class Transformer(nn.Module):
         self.residual_dtype: torch.dtype | None = None
         """Number format of the residual stream in training mode. None: float32."""
         self.head_float8: Formats | None = None
-        """Number formats of 8 bits that the loss multiplies the head in, in training mode: see float8.py."""
+        """Number formats of 8 bits that the loss multiplies the head in, in training mode."""
 
     def initialize(self, seed: int) -> None:
         """

@@ -19,8 +19,8 @@ from bloomery.core.errors import HardwareError
 from bloomery.hw.device import Device, float8_formats
 from bloomery.hw.distributed import World
 from bloomery.model.config import FLOAT8_SIDE
-from bloomery.model.float8 import Formats, HeadInFloat8, padded, scaled
 from bloomery.model.kernels import cpu, triton
+from bloomery.model.layers import Formats, HeadInFloat8, padded_rows, to_float8
 
 import torch
 from torch import Tensor
@@ -216,7 +216,7 @@ def _chunk_in_float8(
     if z_loss or not with_grads or not triton.ready("cross-entropy", logits):
         sums, grad = chunk(logits, targets, z_loss, share, with_grads)
         largest = None if z_loss else sums.new_full((), share)  # a tensor of a number would wait for the GPU
-        return sums, None if grad is None else scaled(padded(grad), dtype, largest)
+        return sums, None if grad is None else to_float8(padded_rows(grad), dtype, largest)
     limit = torch.finfo(dtype).max
     grads = logits.new_empty((len(logits) + -len(logits) % FLOAT8_SIDE, logits.shape[1]), dtype=dtype)
     grads[len(logits) :].view(torch.uint8).zero_()

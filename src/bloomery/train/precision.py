@@ -19,7 +19,7 @@ from bloomery.core.log import info
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
-from bloomery.model.float8 import Float8, check_device, multiply_in_float8
+from bloomery.model.layers import Float8, check_device, multiply_in_float8
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
 from bloomery.train.loss import check_float8
