@@ -166,7 +166,9 @@ def compiled(one: Launch, name: str) -> dict[str, int]:
     target = TARGETS[name]
     triton.runtime.driver.set_active(Elsewhere(name))
     asks = getattr(language(), one.kernel).warmup
-    kernel = asks(grid=one.grid, **in_formats_of(name, one.arguments), **one.constants, num_warps=one.warps, num_stages=one.stages)
+    kernel = asks(
+        grid=one.grid, **in_formats_of(name, one.arguments), **one.constants, num_warps=one.warps, num_stages=one.stages
+    )
     if one.warps * target.gpu.warp_size > THREADS:
         raise SystemExit(f"{one.kernel} asks for {one.warps} warps of {target.gpu.warp_size} threads")
     took = of_amd(kernel, target) if target.machine is not None else of_nvidia(kernel)
