@@ -12,9 +12,6 @@ says nothing about speed. With --folder, what is done stays there, and the comma
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,14 +21,12 @@ import learners
 
 from bloomery.core import config
 from bloomery.core.pipeline import machine, versions
-from bloomery.model.layers import Float8
+from bloomery.model.config import Float8
 from bloomery.recipe import Recipe
 from bloomery.train.config import AdamW
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "demo.toml"
 FORMATS: dict[str, Float8] = {"float32": "off", "head": "head", "all": "all"}
 """Name -> the setting `float8`."""
 OPTIMIZER = AdamW(learning_rate=1e-3)
@@ -57,8 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder)
         options.folder.mkdir(parents=True, exist_ok=True)
-        words = ["run", str(RECIPE), "--until", "shard", "--runs", str(options.folder)]
-        subprocess.run([sys.executable, "-m", "bloomery.cli", *words], check=True, stderr=subprocess.DEVNULL)
+        learners.make_demo_shards(options.folder)
         losses = {name: [run(name, seed, options)[-1][3] for seed in range(options.seeds)] for name in FORMATS}
     report = result(losses, options)
     if options.into:
@@ -69,24 +63,20 @@ def main() -> None:
 def run(name: str, seed: int, options: argparse.Namespace) -> learners.Measured:
     """One training in a process of its own, or what the folder has of it."""
     kept = options.folder / f"{name}-{options.steps}x{options.rows}-seed{seed}.json"
-    if not kept.exists():
-        one = json.dumps({"name": name, "steps": options.steps, "seed": seed})
-        command = [sys.executable, __file__, "--one", one, "--folder", str(options.folder), "--rows", str(options.rows)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
-        if not options.json:
-            print(f"{name}, seed {seed}: {json.loads(kept.read_text(encoding='utf-8'))[-1][3]} nats", flush=True)
-    found: learners.Measured = json.loads(kept.read_text(encoding="utf-8"))
-    return found
+    measured = learners.in_own_process(
+        __file__, kept, {"name": name, "steps": options.steps, "seed": seed}, options.rows
+    )
+    if not options.json:
+        print(f"{name}, seed {seed}: {measured[-1][3]} nats", flush=True)
+    return measured
 
 
 def learned(options: argparse.Namespace) -> learners.Measured:
     """One training, in this process."""
     torch.set_num_threads(1)
-    section = config.load(Recipe, RECIPE).pretrain
+    section = config.load(Recipe, learners.DEMO).pretrain
     assert section is not None
-    shards, tokenizer = (next((options.folder / "demo").glob(f"*-{stage}-*")) for stage in ("shard", "tokenizer"))
+    shards, tokenizer = learners.demo_shards(options.folder)
     one = options.one
     learner = learners.ours(
         shards,

@@ -128,6 +128,19 @@ TITAN: dict[str, Any] = {
     "bandwidth": 2.4e12,
 }
 
+D26 = Case(
+    name="nanochat d26",
+    model=nanochat(26),
+    vocab_size=32_768,
+    card="h100",
+    devices=8,
+    rows=16,
+    step_tokens=2**19,
+    tokens_per_second=630e3,
+    source="nanochat, dev/LOG.md, 2026-02-02: bfloat16, before float8",
+    program=SHORT_STREAM,
+    optimizer=Muon(),
+)
 PUBLISHED = (
     Case(
         name="nanochat d24",
@@ -176,32 +189,13 @@ OTHERS = (
         setup=SHARDED,
         **TITAN,
     ),
-    Case(
-        name="nanochat d26",
-        model=nanochat(26),
-        vocab_size=32_768,
-        card="h100",
-        devices=8,
-        rows=16,
-        step_tokens=2**19,
-        tokens_per_second=630e3,
-        source="nanochat, dev/LOG.md, 2026-02-02: bfloat16, before float8",
-        program=SHORT_STREAM,
-        optimizer=Muon(),
-    ),
-    Case(
+    D26,
+    replace(
+        D26,
         name="nanochat d26, float8",
-        model=nanochat(26),
-        vocab_size=32_768,
-        card="h100",
-        devices=8,
-        rows=16,
-        step_tokens=2**19,
         tokens_per_second=740e3,
         source="the same log: all matmuls in float8, with a scale for each tensor",
-        program=SHORT_STREAM,
         setup=TrainSetup(rows=0, float8="all"),
-        optimizer=Muon(),
     ),
     Case(
         name="torchtitan Llama 3.1 8B, float8",

@@ -30,17 +30,16 @@ from bloomery.hw import kernel_selection, probes
 from bloomery.hw.device import Device, listed_peak, measured_peak
 from bloomery.model import lora as model_lora
 from bloomery.model.attention import AttentionMask, fused_attention
-from bloomery.model.config import PRESETS, Lora, ModelConfig, cost
+from bloomery.model.config import PRESETS, Float8, Lora, ModelConfig, cost
 from bloomery.model.kernels import triton
 from bloomery.model.kernels.trials import _dense, _documents, _few, _plain_loss, _torchs
-from bloomery.model.layers import Float8, check_device
 from bloomery.model.quantize import frozen, kept_bytes
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
 from bloomery.train import collectives
 from bloomery.train.compile import checkpoint_activations, compile_blocks
 from bloomery.train.config import AdamW
-from bloomery.train.loss import chunk_tokens, chunks_of
+from bloomery.train.loss import check_float8, chunk_tokens, chunks_of
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan.memory import logits_chunk_bytes
 from bloomery.train.plan.trace import TracedStep, trace
@@ -239,7 +238,7 @@ def trained(setting: Setting, preset: str, compiled: bool, float8: Float8) -> di
     """Some steps; with `float8`, the residual stream is in bfloat16 too."""
     device = setting.device
     if float8 != "off":
-        check_device(device)
+        check_float8(device)
     model_config, vocab_size = setting.shape(preset, TOKENS)
     precision = Precision.decide("auto", device)
     rows, planned = planned_rows(setting, model_config, vocab_size)

@@ -1,7 +1,11 @@
 """What the benchmarks of optimizers, formats and time to a target compare: programs as they train, by one measure."""
 
 import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.hw import device as devices
-from bloomery.model.config import ModelConfig
-from bloomery.model.layers import Float8
+from bloomery.model.config import Float8, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset, batches
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -32,6 +35,7 @@ SHAPE = ModelConfig(
     hidden_size=384, num_layers=9, num_heads=6, num_kv_heads=6, intermediate_size=1024, context_length=T
 )
 HELD_OUT_ROWS, MARKS = 32, 8
+DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
 
 Measured = list[tuple[int, float, float, float]]
 """Step, seconds of the wall and of the processor spent on training, held-out loss."""
@@ -175,3 +179,26 @@ def held_out(folder: Path, tokenizer: Path | None = None) -> list[Batch]:
     count = min(samples.num_samples, HELD_OUT_ROWS)
     chosen = np.arange(count) * samples.num_samples // count
     return [samples.batch(chosen[start : start + ROWS]) for start in range(0, count, ROWS)]
+
+
+def make_demo_shards(folder: Path) -> None:
+    """Those of recipes/demo.toml, for `demo_shards`."""
+    words = ["run", str(DEMO), "--until", "shard", "--runs", str(folder)]
+    subprocess.run([sys.executable, "-m", "bloomery.cli", *words], check=True, stderr=subprocess.DEVNULL)
+
+
+def demo_shards(folder: Path) -> tuple[Path, Path]:
+    """The folders of shards and tokenizer."""
+    shards, tokenizer = (next((folder / "demo").glob(f"*-{stage}-*")) for stage in ("shard", "tokenizer"))
+    return shards, tokenizer
+
+
+def in_own_process(script: str, kept: Path, one: dict[str, Any], rows: int) -> Measured:
+    """What `script --one` measures in a process of its own with one thread, or what was kept of it."""
+    if not kept.exists():
+        command = [sys.executable, script, "--one", json.dumps(one), "--folder", str(kept.parent), "--rows", str(rows)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+    found: Measured = json.loads(kept.read_text(encoding="utf-8"))
+    return found

@@ -13,8 +13,6 @@ held-out rows, in float32, the same for every run. With --folder, what is done s
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
@@ -31,8 +29,6 @@ from bloomery.train.config import Optimizer
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "demo.toml"
 GRID: dict[str, tuple[dict[str, float], ...]] = {
     "muon": tuple(
         {"muon_lr": matrix, "learning_rate": rest}
@@ -64,8 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder)
         options.folder.mkdir(parents=True, exist_ok=True)
-        words = ["run", str(RECIPE), "--until", "shard", "--runs", str(options.folder)]
-        subprocess.run([sys.executable, "-m", "bloomery.cli", *words], check=True, stderr=subprocess.DEVNULL)
+        learners.make_demo_shards(options.folder)
         found = {kind: tuned(kind, options) for kind in GRID if kind == (options.only or kind)}
     if not options.only:
         print(json.dumps(result(found, options)))
@@ -88,22 +83,16 @@ def run(
     """One training in a process of its own, or what the folder has of it."""
     words = "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in optimizer.values())
     kept = options.folder / f"{words}-{steps}x{options.rows}-seed{seed}.json"
-    if not kept.exists():
-        one = json.dumps({"optimizer": optimizer, "steps": steps, "seed": seed, "marks": marks})
-        command = [sys.executable, __file__, "--one", one, "--folder", str(options.folder), "--rows", str(options.rows)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
-    found: learners.Measured = json.loads(kept.read_text(encoding="utf-8"))
-    return found
+    one = {"optimizer": optimizer, "steps": steps, "seed": seed, "marks": marks}
+    return learners.in_own_process(__file__, kept, one, options.rows)
 
 
 def learned(options: argparse.Namespace) -> learners.Measured:
     """One training, in this process."""
     torch.set_num_threads(1)
-    section = config.load(Recipe, RECIPE).pretrain
+    section = config.load(Recipe, learners.DEMO).pretrain
     assert section is not None
-    shards, tokenizer = (next((options.folder / "demo").glob(f"*-{stage}-*")) for stage in ("shard", "tokenizer"))
+    shards, tokenizer = learners.demo_shards(options.folder)
     optimizer: Optimizer = TypeAdapter(Optimizer).validate_python(options.one["optimizer"])
     learner = learners.ours(
         shards,

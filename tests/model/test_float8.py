@@ -11,7 +11,7 @@ import pytest
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.device import float8_formats
 from bloomery.model import layers as float8
-from bloomery.model.config import ModelConfig
+from bloomery.model.config import Float8, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train.precision import set_short_formats
 from bloomery.train.step import Placed, placed_losses
@@ -35,7 +35,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.double() * scale.double()
 
 
-def model(float8_kind: float8.Float8 = "off", residual_dtype: str = "float32") -> Transformer:
+def model(float8_kind: Float8 = "off", residual_dtype: str = "float32") -> Transformer:
     made = Transformer(SHAPE, VOCABULARY)
     made.initialize(3)
     set_short_formats(made, residual_dtype, float8_kind, CPU)
@@ -149,7 +149,7 @@ def test_a_number_that_is_not_finite_is_seen_in_the_result(bad: float) -> None:
 
 @pytest.mark.parametrize(("kind", "least"), [("head", 0.998), ("all", 0.98)])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
-def test_a_model_learns_in_about_the_same_direction(kind: float8.Float8, least: float, z_loss: float) -> None:
+def test_a_model_learns_in_about_the_same_direction(kind: Float8, least: float, z_loss: float) -> None:
     loss, grads = learned(model(), batch(), z_loss)
     found, others = learned(model(kind), batch(), z_loss)
     assert found == pytest.approx(loss, rel=2e-3)

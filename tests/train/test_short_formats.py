@@ -45,7 +45,7 @@ def training(**settings: Any) -> Training:
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape with sides of multiples of 16, and a CPU that counts as a device for float8."""
     monkeypatch.setattr(made, "SHAPE", WIDE)
-    monkeypatch.setattr(precision, "check_device", lambda device: None)
+    monkeypatch.setattr(precision, "check_float8", lambda device: None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_is_computed_again_in_8_bits_is_the_same(shards: Path, tmp_path: Pa
 def in_parts(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     """A run of a rank that holds a part of each weight."""
     made.SHAPE = WIDE
-    setattr(precision, "check_device", lambda device: None)  # noqa: B010  for mypy, it is no name of the module
+    setattr(precision, "check_float8", lambda device: None)  # noqa: B010  for mypy, it is no name of the module
     return made.trained(task, world)
 
 
@@ -205,6 +205,7 @@ def test_layers_that_are_tried_before_sharding_have_the_formats_of_the_run(
 
 
 def test_a_loss_that_a_gpu_computes_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "check_device", lambda device: None)
     loss.check_float8(made.processor(torch.bfloat16))
     monkeypatch.setattr(loss, "to_float8", lambda *inputs: (inputs[0].to(inputs[1]), torch.full((), 1.5)))
     with pytest.raises(HardwareError, match=r"test computes a wrong loss with numbers of 8 bits \(error"):

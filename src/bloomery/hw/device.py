@@ -199,8 +199,10 @@ def float8_formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
 
 def multiplies_float8(device: torch.device) -> bool | None:
     """Whether a device has matrix units for numbers of 8 bits, by its kind. None for a GPU that is not here."""
-    if not is_gpu(device) or not torch.cuda.is_available():
-        return None if is_gpu(device) else False
+    if not is_gpu(device):
+        return False
+    if not torch.cuda.is_available():
+        return None
     facts = torch.cuda.get_device_properties(device)
     if is_rocm():
         return str(facts.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))

@@ -595,6 +595,8 @@ def _within(name: str) -> str:
     return name.split(".", 2)[2]
 
 
+Float8 = Literal["off", "head", "all"]
+"""Which matmuls of training multiply numbers of 8 bits."""
 FLOAT8_SIDE = 16
 """What GPUs want each side of a matmul of 8-bit numbers to be a multiple of."""
 

@@ -9,7 +9,7 @@ those in the cache. M is the width of the feed-forward. N are heads, of queries 
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Float, Int
 
@@ -19,6 +19,7 @@ from bloomery.model.config import (
     FLOAT8_SIDE,
     GATED,
     FeedForwardKind,
+    Float8,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -33,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Float8 = Literal["off", "head", "all"]
 Formats = tuple[torch.dtype, torch.dtype]
 """Of weights and inputs, and of gradients of results."""
 
@@ -349,8 +349,12 @@ def to_float8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> t
     |x|, of which no number may be more than some percent above it: those would not be finite.
     """
     scale = float8_scale(x, dtype) if largest is None else largest.clamp(min=TINY) / torch.finfo(dtype).max
+    return _divided(x, scale, dtype).contiguous(), scale
+
+
+def _divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     # The inverse is no 0-dimensional tensor, so that the result is in float32 without a copy of x in it.
-    return (x * scale.reciprocal()[None]).to(dtype).contiguous(), scale
+    return (x * scale.reciprocal()[None]).to(dtype)
 
 
 def float8_scale(x: Tensor, dtype: torch.dtype) -> Float[Tensor, ""]:
@@ -423,14 +427,14 @@ class HeadInFloat8:
 
     def __init__(self, weight: Float[Tensor, "V D"], formats: Formats, multiple: int) -> None:
         self.short, self.wide = formats
-        self.num_rows = len(weight) + -len(weight) % multiple
+        num_rows = len(weight) + -len(weight) % multiple
         codes, scale = (
-            weight.new_empty((self.num_rows, weight.shape[1]), dtype=self.short),
+            weight.new_empty((num_rows, weight.shape[1]), dtype=self.short),
             float8_scale(weight, self.short),
         )
         for start in range(0, len(weight), ROWS_AT_ONCE):
             some = weight[start : start + ROWS_AT_ONCE]
-            codes[start : start + len(some)] = (some * scale.reciprocal()[None]).to(self.short)
+            codes[start : start + len(some)] = _divided(some, scale, self.short)
         codes[len(weight) :].view(torch.uint8).zero_()
         self.rows = codes, scale
         self._columns: tuple[Tensor, Tensor] | None = None

@@ -41,7 +41,7 @@ from bloomery.core.config import (
 )
 from bloomery.core.errors import ConfigError
 from bloomery.hw.host import DeviceChoice
-from bloomery.model.config import PRESETS, Base, Lora, ModelConfig, RopeScaling, cost
+from bloomery.model.config import PRESETS, Base, Float8, Lora, ModelConfig, RopeScaling, cost
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""
@@ -354,7 +354,7 @@ class Training(Config):
     Format of the residual stream in training, to which each layer adds its result. `bfloat16` makes GPUs move fewer
     bytes, and rounds each sum. It needs matmuls in bfloat16.
     """
-    float8: Literal["off", "head", "all"] = "off"
+    float8: Float8 = "off"
     """
     Which matmuls of training multiply numbers of 8 bits: none, those of the head, or also those of the blocks. It needs
     a GPU that does so, such as H100 or MI300X, and pays where `compile` works. It rounds more than bfloat16.
@@ -453,6 +453,12 @@ class Training(Config):
         return "bfloat16" if self.weight_dtype == "bfloat16" else self.precision
 
     @property
+    def short_formats(self) -> dict[str, tuple[str, str]]:
+        """Of `residual_dtype` and `float8`, those that are set, with their value and their default."""
+        values = {"residual_dtype": (self.residual_dtype, "float32"), "float8": (self.float8, "off")}
+        return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether training needs the initial model at every step, and not only before the first."""
         return False
@@ -508,10 +514,8 @@ class Training(Config):
 
     @model_validator(mode="after")
     def _short_formats_have_bfloat16_around_them(self) -> "Training":
-        for name, default in (("residual_dtype", "float32"), ("float8", "off")):
-            setting = f'{name}="{getattr(self, name)}"'
-            if getattr(self, name) == default:
-                continue
+        for name, (value, _) in self.short_formats.items():
+            setting = f'{name}="{value}"'
             if self.precision not in ("auto", "bfloat16"):
                 raise ValueError(f"{setting} needs matmuls in bfloat16, not in {self.precision}: remove one of the two")
             if name == "float8" and getattr(self, "lora", None) is not None:

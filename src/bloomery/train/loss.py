@@ -20,7 +20,7 @@ from bloomery.hw.device import Device, float8_formats
 from bloomery.hw.distributed import World
 from bloomery.model.config import FLOAT8_SIDE
 from bloomery.model.kernels import cpu, triton
-from bloomery.model.layers import Formats, HeadInFloat8, padded_rows, to_float8
+from bloomery.model.layers import Formats, HeadInFloat8, check_device, padded_rows, to_float8
 
 import torch
 from torch import Tensor
@@ -56,9 +56,10 @@ def chunk_tokens(vocab_size: int, *, processor: bool = True) -> int:
     return tokens if there is None or tokens < TILE_TOKENS else tokens // TILE_TOKENS * TILE_TOKENS
 
 
-def on_processor(tensor: Tensor) -> bool:
-    """Whether a CPU computes with it, or would where another device is only traced."""
-    return tensor.device.type == "cpu" and not cpu.ELSEWHERE.get()
+def on_processor(where: Tensor | torch.device) -> bool:
+    """Whether a CPU computes there, or would where another device is only traced."""
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type == "cpu" and not cpu.ELSEWHERE.get()
 
 
 def padded_table(weight: Float[Tensor, "V D"], dtype: torch.dtype) -> Float[Tensor, "P D"]:
@@ -278,7 +279,8 @@ def token_losses(
 
 
 def check_float8(device: Device) -> None:
-    """Raises HardwareError where a GPU computes another loss or other gradients with a head in float8."""
+    """Raises HardwareError for a device that multiplies no numbers of 8 bits, or computes a wrong loss with them."""
+    check_device(device)
     generator = torch.Generator().manual_seed(0)
     h, w = torch.randn(100, 64, generator=generator), torch.randn(203, 64, generator=generator) / 8
     targets, results = torch.arange(100, device=device.torch_device), list[list[Tensor]]()

@@ -19,7 +19,8 @@ from bloomery.core.log import info
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
-from bloomery.model.layers import Float8, check_device, multiply_in_float8
+from bloomery.model.config import Float8
+from bloomery.model.layers import multiply_in_float8
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
 from bloomery.train.loss import check_float8
@@ -221,14 +222,12 @@ def compute_in_short_formats(model: Transformer, config: Training, precision: Pr
 
     Raises HardwareError if other matmuls are not in bfloat16 here, or if the device does not multiply float8.
     """
-    settings = {"residual_dtype": (config.residual_dtype, "float32"), "float8": (config.float8, "off")}
-    changed = [name for name, (value, default) in settings.items() if value != default]
-    if changed and precision.dtype != torch.bfloat16:
-        what = f'{changed[0]}="{settings[changed[0]][0]}" needs matmuls in bfloat16'
-        hint = f'Set precision="bfloat16", or {changed[0]}="{settings[changed[0]][1]}".'
-        raise HardwareError(f"{what}, but {precision.device.name} computes in {short(precision.dtype)}", hint=hint)
+    for name, (value, default) in config.short_formats.items():
+        if precision.dtype != torch.bfloat16:
+            what = f'{name}="{value}" needs matmuls in bfloat16, but {precision.device.name} computes in'
+            hint = f'Set precision="bfloat16", or {name}="{default}".'
+            raise HardwareError(f"{what} {short(precision.dtype)}", hint=hint)
     if config.float8 != "off":
-        check_device(precision.device)
         check_float8(precision.device)
     set_short_formats(model, config.residual_dtype, config.float8, precision.device.torch_device)
     if config.float8 != "off":

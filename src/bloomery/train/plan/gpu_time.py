@@ -189,8 +189,8 @@ def _conversions(what: Workload, way: TrainSetup, tokens: int, compiled: bool) -
         gradient   the same; that of logits has a known maximum, and the kernel of the loss rounds it if there is one
         weight     for both passes read for its maximum, and read and rounded; transposed once
 
-    Blocks that are not compiled, and the head, also write x / s(x) in float32 and read it. The kernel
-    of the loss takes no z-loss, which is not counted.
+    Blocks that are not compiled, and the head, also write x / s(x) in float32 and read it. The kernel of the loss takes
+    no z-loss, which is not counted.
     """
     if way.float8 == "off":
         return 0.0, 0.0

@@ -31,7 +31,7 @@ from typing import Literal
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.specs import GIB, Entry
-from bloomery.model.config import GATED, AttentionKind, Base, Lora, ModelConfig, cost
+from bloomery.model.config import GATED, AttentionKind, Base, Float8, Lora, ModelConfig, cost
 from bloomery.train.config import AdamW8bit, Level, Mesh, Optimizer, Training, trained_tokens
 
 BYTES = 4
@@ -432,7 +432,7 @@ class TrainSetup:
     """Of weights that are trained."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the residual stream."""
-    float8: Literal["off", "head", "all"] = "off"
+    float8: Float8 = "off"
     """Which matmuls multiply numbers of 8 bits. Memory is planned as for bfloat16, which needs about as much."""
     compiled: bool = False
     """Whether a GPU's blocks are compiled for sure, and not where a trial speaks for it."""

@@ -399,9 +399,8 @@ def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
 def check_formats(config: Training, model: ModelConfig, target: Machine, stage: str) -> None:
     """Raises ConfigError for short formats that a target does not compute in, or a model has no shapes for."""
     precision = target.precision if config.compute_dtype == "auto" else config.compute_dtype
-    for name, default in (("residual_dtype", "float32"), ("float8", "off")):
-        value = getattr(config, name)
-        if value != default and precision != "bfloat16":
+    for name, (value, default) in config.short_formats.items():
+        if precision != "bfloat16":
             what = f'{name}="{value}" needs matmuls in bfloat16, but {target.name} computes in {precision}'
             hint = f'Set {stage}.precision="bfloat16", or {stage}.{name}="{default}".'
             raise ConfigError(what, where=f"{stage}.{name}", hint=hint)

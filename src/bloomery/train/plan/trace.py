@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
 from bloomery.model.attention import FLEX_TOKENS, AttentionMask
-from bloomery.model.config import Lora, ModelConfig, cost
+from bloomery.model.config import Float8, Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import Batch
@@ -279,7 +279,7 @@ class TracedStep:
     """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
     weight_dtype: str = "float32"
     residual_dtype: str = "float32"
-    float8: Literal["off", "head", "all"] = "off"
+    float8: Float8 = "off"
     lora: Lora | None = None
     """The adapters that are trained on frozen weights. None: all weights are trained."""
     packed: bool = True

@@ -119,9 +119,8 @@ class Prefer(Training, Adapters):
     @model_validator(mode="after")
     def _compares_models_in_one_format(self) -> "Prefer":
         """What the model would have answered before, and its reference, are computed without these settings."""
-        for name, default in (("float8", "off"), ("residual_dtype", "float32")):
-            if getattr(self, name) != default:
-                raise ValueError(f'{name}="{getattr(self, name)}" is for pretraining and finetuning: remove it')
+        for name, (value, _) in self.short_formats.items():
+            raise ValueError(f'{name}="{value}" is for pretraining and finetuning: remove it')
         return self
 
     @property

@@ -30,7 +30,6 @@ from bloomery.core.log import progress
 from bloomery.core.signals import StopRequest
 from bloomery.hw import device as devices
 from bloomery.hw.distributed import World
-from bloomery.model.kernels import cpu
 from bloomery.model.layers import NormalizedHead
 from bloomery.model.transformer import Transformer
 from bloomery.shards.build import first_fit_decreasing
@@ -183,7 +182,7 @@ def by_token(
     the model sees the columns up to the last target alone, in a multiple of it. With a `capacity` too, the model sees
     the rows packed into rows of that many tokens, unless a CPU computes.
     """
-    if length_step is not None and capacity is not None and has_own_code(precision):
+    if length_step is not None and capacity is not None and not on_processor(precision.device.torch_device):
         seen, origins = packed(batch, capacity, length_step)
         log_p = _of_targets(model, placed(seen, precision.device.torch_device), precision, temperature)
         (at,) = devices.staged([torch.from_numpy(origins[seen.targets != IGNORE])], log_p.device)
@@ -201,11 +200,6 @@ def shortened(batch: Batch, step: int) -> Batch:
     length = step * -(-int(last[-1] + 1) // step) if len(last) else step
     names = ("ids", "targets", "positions", "segments")
     return replace(batch, **{name: getattr(batch, name)[:, :length] for name in names})
-
-
-def has_own_code(precision: Precision) -> bool:
-    """Whether no CPU computes, or a trace says so. Answers share rows there, and the reference is short."""
-    return precision.device.torch_device.type != "cpu" or cpu.ELSEWHERE.get()
 
 
 def packed(batch: Batch, capacity: int, step: int) -> tuple[Batch, NDArray[np.int64]]:
@@ -241,7 +235,7 @@ def packed_groups(
     The rows of each micro-batch, by number. Where rows are packed, those of a micro-batch take at most `size` times
     `capacity` positions, and packed rows of similar length are together. Otherwise each has `size` rows.
     """
-    if step is None or capacity is None or not has_own_code(precision):
+    if step is None or capacity is None or on_processor(precision.device.torch_device):
         numbers = np.arange(len(batch.ids))
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
     lengths, groups, most = _used_tokens(batch), list[list[list[int]]](), 0
@@ -299,7 +293,7 @@ def keep_as_computed(reference: Transformer, precision: Precision) -> None:
     the same bits in less memory. Embeddings, vectors and a head with normalized rows are read in float32, and stay.
     Nothing changes on CPUs, whose kernels read float32.
     """
-    if not has_own_code(precision) or precision.dtype == torch.float32:
+    if on_processor(precision.device.torch_device) or precision.dtype == torch.float32:
         return
     for module in reference.modules():
         plain = isinstance(module, nn.Linear) and not isinstance(module, NormalizedHead)
@@ -484,7 +478,7 @@ class GRPOLoss:
 
     def fullest(self, batch: Batch, precision: Precision) -> Batch:
         """Each answer ends at the end of a row, so that micro-batches are full."""
-        if self.capacity is None or not has_own_code(precision):
+        if self.capacity is None or on_processor(precision.device.torch_device):
             return batch
         targets, last = batch.targets.copy(), min(self.capacity, batch.ids.shape[1]) - 1
         targets[:, last] = batch.ids[:, last]
